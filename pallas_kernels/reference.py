@@ -1,0 +1,358 @@
+"""Paged attention in plain JAX: the definition the kernels are held to, and the CPU's path.
+
+Both walks below visit only tiles of keys that hold tokens a query may see, so their cost follows
+the tokens stored and not the width of the block table. A tile's partial softmax is its maximum
+score, the sum of exponentials below it and the weighted values; partial softmaxes of one query
+merge exactly (the online softmax of arXiv:1805.02867), whatever the order.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paxkv.pallas_kernels.layout import NULL_PAGE, gather_pages, write_tokens
+
+# Scores of keys that a query does not see. Finite, so that a row that sees nothing stays free of
+# NaN: its weights are exp(0), and are dropped because they are not `visible`.
+_MASKED = -1e30
+
+_DECODE_TILE_TOKENS = 256  # keys of one slot that are gathered at a time
+_DECODE_TILES = 16  # slots' tiles handled at once
+_PREFILL_TILE_QUERIES = 128
+_PREFILL_TILE_TOKENS = 512
+
+
+class Ragged(NamedTuple):
+    """Where each packed row stands."""
+
+    slots: jax.Array  # i32[T] the sequence it belongs to
+    positions: jax.Array  # i32[T] its place in that sequence, 0 for padding
+    is_token: jax.Array  # bool[T] False for padding and for rows of empty sequences
+
+
+def ragged_rows(num_rows: int, cu_q_lens: jax.Array, kv_lens: jax.Array) -> Ragged:
+    """Finds the sequence and the position of every packed row.
+
+    A sequence's queries are its last tokens: query `i` of `q_len` stands at
+    `kv_len - q_len + i`.
+
+    Args:
+        num_rows: T.
+        cu_q_lens: `i32[B + 1]`, the first row of each sequence, then the number of rows used.
+        kv_lens: `i32[B]`, the call's new tokens counted.
+    """
+    num_slots = kv_lens.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    # Rows past the last sequence get its number; they are told apart by `in_use`.
+    slots = jnp.searchsorted(cu_q_lens[1:], row, side="right", method="compare_all")
+    slots = jnp.minimum(slots.astype(jnp.int32), num_slots - 1)
+    in_use = row < cu_q_lens[-1]
+    positions = kv_lens[slots] - cu_q_lens[slots + 1] + row
+    is_token = in_use & (positions >= 0)
+    return Ragged(slots, jnp.where(is_token, positions, 0), is_token)
+
+
+def write_new_tokens(
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    block_tables: jax.Array,
+    rows: Ragged,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes each row's K and V `[T, K, H]` to the page and offset of its position."""
+    num_pages, _, page_size, _ = key_pages.shape
+    row = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
+    column = rows.positions // page_size
+    in_table = column < block_tables.shape[1]
+    page_ids = block_tables[rows.slots, jnp.where(in_table, column, 0)]
+    is_written = rows.is_token & in_table & _is_page(page_ids, num_pages)
+    # Dropped rows get ids of their own past the pool: the scatter's indices stay unique.
+    page_ids = jnp.where(is_written, page_ids, num_pages + row)
+    offsets = rows.positions % page_size
+    return (
+        write_tokens(key_pages, page_ids, offsets, new_keys),
+        write_tokens(value_pages, page_ids, offsets, new_values),
+    )
+
+
+def paged_attention_reference(
+    queries: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_q_len: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`paged_attention` in plain JAX; see there for the arguments.
+
+    Returns:
+        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
+    """
+    rows = ragged_rows(queries.shape[0], cu_q_lens, kv_lens)
+    key_pages, value_pages = write_new_tokens(
+        key_pages, value_pages, new_keys, new_values, block_tables, rows
+    )
+    attend = _decode if max_q_len == 1 else _prefill
+    softmax = attend(
+        queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows,
+        scale, window, soft_cap,
+    )  # fmt: skip
+    out, lse = _normalise(softmax, sinks)
+    out = jnp.where(rows.is_token[:, None, None], out, 0.0)
+    lse = jnp.where(rows.is_token[:, None], lse, -jnp.inf)
+    return out.astype(queries.dtype), lse, key_pages, value_pages
+
+
+class _Softmax(NamedTuple):
+    """An unfinished softmax over the keys seen so far; leading axes are the queries'."""
+
+    top: jax.Array  # f32[...] the largest score
+    total: jax.Array  # f32[...] sum of exp(score - top)
+    values: jax.Array  # f32[..., H] values weighted by exp(score - top)
+
+
+def _empty_softmax(shape: tuple[int, ...], head_dim: int) -> _Softmax:
+    return _Softmax(
+        jnp.full(shape, _MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+
+
+def _normalise(softmax: _Softmax, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`[T, N]` unfinished softmaxes to outputs `f32[T, N, H]` and log-sum-exp `f32[T, N]`."""
+    top, total, values = softmax
+    if sinks is not None:
+        with_sink = jnp.maximum(top, sinks[None].astype(jnp.float32))
+        shrink = jnp.exp(top - with_sink)
+        values = values * shrink[..., None]
+        total = total * shrink + jnp.exp(sinks[None].astype(jnp.float32) - with_sink)
+        top = with_sink
+    saw_keys = total > 0
+    out = values / jnp.where(saw_keys, total, 1.0)[..., None]
+    lse = jnp.where(saw_keys, top + jnp.log(jnp.where(saw_keys, total, 1.0)), -jnp.inf)
+    return out, lse
+
+
+def _tile_softmax(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    scale: float,
+    soft_cap: float | None,
+) -> _Softmax:
+    """The partial softmax of queries `[R, K, Q, H]` over keys and values `[R, K, t, H]`.
+
+    Args:
+        visible: `bool[R, Q, t]` or `bool[R, 1, t]`, which queries see which keys.
+    """
+    scores = jnp.einsum("rkqh,rkth->rkqt", queries, keys, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible[:, None], scores, _MASKED)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.where(visible[:, None], jnp.exp(scores - top[..., None]), 0.0)
+    # What no query sees may be NaN, and 0 * NaN is NaN.
+    values = jnp.where(jnp.any(visible, axis=1)[:, None, :, None], values, 0)
+    weighted = jnp.einsum(
+        "rkqt,rkth->rkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+    return _Softmax(top, jnp.sum(weights, axis=-1), weighted)
+
+
+def _is_page(page_ids: jax.Array, num_pages: int) -> jax.Array:
+    return (page_ids > NULL_PAGE) & (page_ids < num_pages)
+
+
+def _gather_tiles(
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_tables: jax.Array,
+    slots: jax.Array,
+    first_column: jax.Array,
+    num_columns: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values `[R, K, t, H]` of `num_columns` pages of each of R tiles, and which exist.
+
+    Ids that name no page of the pool are not read: they count as absent (`bool[R, t]`).
+    """
+    num_pages, _, page_size, _ = key_pages.shape
+    columns = first_column[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
+    in_table = columns < block_tables.shape[1]
+    page_ids = block_tables[slots[:, None], jnp.where(in_table, columns, 0)]
+    exists = in_table & _is_page(page_ids, num_pages)
+    page_ids = jnp.where(exists, page_ids, NULL_PAGE)
+    return (
+        gather_pages(key_pages, page_ids),
+        gather_pages(value_pages, page_ids),
+        jnp.repeat(exists, page_size, axis=1),
+    )
+
+
+def _decode(
+    queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows, scale, window, soft_cap
+) -> _Softmax:  # of [T, N]
+    """At most one query per sequence: tiles of many sequences side by side.
+
+    All tiles of all sequences form one list; each turn of the loop takes the next few, whosever
+    they are, and merges them into their owners. Uneven lengths cost nothing.
+    """
+    num_slots, max_pages = block_tables.shape
+    num_kv_heads, page_size, head_dim = key_pages.shape[1:]
+    group = queries.shape[1] // num_kv_heads
+    tile_pages = min(max(1, _DECODE_TILE_TOKENS // page_size), max_pages)
+    tile_tokens = tile_pages * page_size
+    num_tiles = min(_DECODE_TILES, num_slots * -(-max_pages // tile_pages))
+
+    row_of_slot = jnp.minimum(cu_q_lens[:-1], queries.shape[0] - 1)
+    has_query = (cu_q_lens[1:] > cu_q_lens[:-1]) & (kv_lens > 0)
+    slot_queries = queries[row_of_slot].reshape(num_slots, num_kv_heads, group, head_dim)
+    first_seen = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
+    first_tile = first_seen // tile_tokens
+    last_tile = -(-kv_lens // tile_tokens)
+    tiles_until = jnp.cumsum(jnp.where(has_query, last_tile - first_tile, 0))
+    tiles_before = jnp.concatenate([jnp.zeros_like(tiles_until[:1]), tiles_until[:-1]])
+
+    def merge_some_tiles(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+        done, softmax = state
+        number = done + jnp.arange(num_tiles, dtype=jnp.int32)
+        slots = jnp.searchsorted(tiles_until, number, side="right", method="compare_all")
+        slots = jnp.minimum(slots.astype(jnp.int32), num_slots - 1)
+        tile = first_tile[slots] + number - tiles_before[slots]
+        is_tile = number < tiles_until[-1]
+        keys, values, exists = _gather_tiles(
+            key_pages, value_pages, block_tables, slots, tile * tile_pages, tile_pages
+        )
+        positions = tile[:, None] * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)[None]
+        seen = (positions >= first_seen[slots][:, None]) & (positions < kv_lens[slots][:, None])
+        visible = exists & seen & is_tile[:, None]
+        part = _tile_softmax(
+            slot_queries[slots], keys, values, visible[:, None, :], scale, soft_cap
+        )
+        owner = (slots[None] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]) & is_tile[None]
+        return done + num_tiles, _merge_into_owners(softmax, part, slots, owner)
+
+    empty = _empty_softmax((num_slots, num_kv_heads, group), head_dim)
+    _, softmax = lax.while_loop(
+        lambda state: state[0] < tiles_until[-1], merge_some_tiles, (jnp.int32(0), empty)
+    )
+    by_slot = jax.tree.map(
+        lambda x: x.reshape(num_slots, num_kv_heads * group, *x.shape[3:]), softmax
+    )
+    return jax.tree.map(lambda x: x[rows.slots], by_slot)
+
+
+def _merge_into_owners(
+    softmax: _Softmax, part: _Softmax, slots: jax.Array, owner: jax.Array
+) -> _Softmax:
+    """Merges R tiles `[R, K, G]` into the softmaxes `[B, K, G]` of the slots they belong to.
+
+    Args:
+        slots: `i32[R]`.
+        owner: `bool[B, R]`, the same as a matrix, all False for tiles to be left out.
+    """
+    tops = jnp.where(owner[:, :, None, None], part.top[None], _MASKED)
+    top = jnp.maximum(softmax.top, jnp.max(tops, axis=1))
+    keep = jnp.exp(softmax.top - top)
+    share = jnp.exp(jnp.minimum(part.top - top[slots], 0.0))
+    owner_weights = owner.astype(jnp.float32)
+    total = jnp.einsum("br,rkg->bkg", owner_weights, part.total * share, precision="highest")
+    values = jnp.einsum(
+        "br,rkgh->bkgh", owner_weights, part.values * share[..., None], precision="highest"
+    )
+    return _Softmax(top, softmax.total * keep + total, softmax.values * keep[..., None] + values)
+
+
+def _prefill(
+    queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows, scale, window, soft_cap
+) -> _Softmax:  # of [T, N]
+    """Any number of queries per sequence: one tile of one sequence's queries at a time.
+
+    Query tiles are taken in row order, so what a tile writes past the end of its sequence is
+    overwritten by the next one, and only rows of padding are left to clear.
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    num_slots, max_pages = block_tables.shape
+    num_kv_heads, page_size = key_pages.shape[1:3]
+    group = num_heads // num_kv_heads
+    tile_rows = min(_PREFILL_TILE_QUERIES, num_rows)
+    tile_pages = min(max(1, _PREFILL_TILE_TOKENS // page_size), max_pages)
+    tile_tokens = tile_pages * page_size
+
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    tiles_until = jnp.cumsum(-(-q_lens // tile_rows))
+    tiles_before = jnp.concatenate([jnp.zeros_like(tiles_until[:1]), tiles_until[:-1]])
+    padded = jnp.pad(queries, ((0, tile_rows), (0, 0), (0, 0)))
+    token = jnp.arange(tile_tokens, dtype=jnp.int32)
+    row_in_tile = jnp.arange(tile_rows, dtype=jnp.int32)
+
+    def attend_one_tile(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+        number, softmax = state
+        slot = jnp.searchsorted(tiles_until, number, side="right", method="compare_all")
+        slot = slot.astype(jnp.int32)
+        first_row = cu_q_lens[slot] + (number - tiles_before[slot]) * tile_rows
+        tile = lax.dynamic_slice_in_dim(padded, first_row, tile_rows)  # [q, N, H]
+        tile = tile.reshape(tile_rows, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3)
+        tile = tile.reshape(1, num_kv_heads, tile_rows * group, head_dim)
+        position = kv_lens[slot] - cu_q_lens[slot + 1] + first_row + row_in_tile  # i32[q]
+        first_seen = 0 if window is None else jnp.maximum(position[0] - window + 1, 0)
+        end = jnp.minimum(position[-1] + 1, kv_lens[slot])
+
+        def merge_keys(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+            column, so_far = state
+            keys, values, exists = _gather_tiles(
+                key_pages, value_pages, block_tables, slot[None], column[None], tile_pages
+            )
+            key_position = column * page_size + token
+            visible = key_position[None] <= position[:, None]
+            if window is not None:
+                visible &= key_position[None] > position[:, None] - window
+            visible &= exists & (key_position < kv_lens[slot])[None]
+            visible = jnp.repeat(visible, group, axis=0)[None]
+            part = _tile_softmax(tile, keys, values, visible, scale, soft_cap)
+            return column + tile_pages, _merge(so_far, part)
+
+        empty = _empty_softmax((1, num_kv_heads, tile_rows * group), head_dim)
+        first_column = jnp.asarray(first_seen // tile_tokens * tile_pages, jnp.int32)
+        _, part = lax.while_loop(
+            lambda state: state[0] * page_size < end, merge_keys, (first_column, empty)
+        )
+
+        def as_rows(x: jax.Array) -> jax.Array:  # [1, K, q * G, ...] -> [q, N, ...]
+            x = x.reshape(num_kv_heads, tile_rows, group, *x.shape[3:])
+            return x.swapaxes(0, 1).reshape(tile_rows, num_heads, *x.shape[3:])
+
+        softmax = jax.tree.map(
+            lambda whole, x: lax.dynamic_update_slice_in_dim(whole, as_rows(x), first_row, axis=0),
+            softmax, part,
+        )  # fmt: skip
+        return number + 1, softmax
+
+    empty = _empty_softmax((num_rows + tile_rows, num_heads), head_dim)
+    _, softmax = lax.while_loop(
+        lambda state: state[0] < tiles_until[-1], attend_one_tile, (jnp.int32(0), empty)
+    )
+    return jax.tree.map(lambda x: x[:num_rows], softmax)
+
+
+def _merge(left: _Softmax, right: _Softmax) -> _Softmax:
+    top = jnp.maximum(left.top, right.top)
+    keep, share = jnp.exp(left.top - top), jnp.exp(right.top - top)
+    return _Softmax(
+        top,
+        left.total * keep + right.total * share,
+        left.values * keep[..., None] + right.values * share[..., None],
+    )

@@ -1,0 +1,1 @@
+"""paxkv: the paged KV cache for JAX."""
