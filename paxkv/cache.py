@@ -1,0 +1,112 @@
+"""The cache of a decoder: a page pool and a block table for each layer group.
+
+The operations of `block_table` on all groups at once, wholly or not at all: when one group
+cannot serve, no group changes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from paxkv.block_table import (
+    BlockTable,
+    append,
+    init_block_table,
+    no_copies,
+    release,
+    reserve,
+    truncate,
+)
+from paxkv.config import pages_of
+from paxkv.decoder import LayerGroup
+from paxkv.page_pool import PagePool, copy_pages, init_page_pool
+
+type PagedCache = tuple[tuple[PagePool, BlockTable], ...]
+
+
+def init_cache(
+    layer_groups: Sequence[LayerGroup],
+    *,
+    num_slots: int,
+    max_length: int,
+    num_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+) -> PagedCache:
+    """An empty cache.
+
+        groups = (LayerGroup(layers=(0, 1), num_kv_heads=2, head_dim=64),)
+        cache = init_cache(
+            groups, num_slots=4, max_length=100, num_pages=20, page_size=16, dtype=jnp.float32
+        )
+        cache, fits = reserve_all(cache, jnp.array([20, 0, 0, 0], jnp.int32))
+
+    Args:
+        layer_groups: The decoder's.
+        num_slots: `B`, sequences at once.
+        max_length: Tokens that one sequence may have.
+        num_pages: `P`, pages of each group's pool, the null page counted.
+        page_size: `S`, tokens per page.
+        dtype: Of keys and values.
+
+    Raises:
+        ValueError: A size is out of range.
+    """
+    return tuple(
+        (
+            init_page_pool(
+                len(group.layers), num_pages, group.num_kv_heads, page_size, group.head_dim, dtype
+            ),
+            init_block_table(num_slots, pages_of(max_length, page_size), num_pages, page_size),
+        )
+        for group in layer_groups
+    )
+
+
+def reserve_all(cache: PagedCache, new_tokens: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Gives every slot room for `new_tokens` (`i32[B]`) more, shared pages copied where written.
+
+    Returns:
+        The new cache and `bool[]`, whether every group had the room.
+    """
+    reserved = [reserve(table, new_tokens) for _, table in cache]
+    fits = jnp.all(jnp.stack([group_fits for *_, group_fits in reserved]))
+    return tuple(
+        (
+            copy_pages(pool, _choose(fits, copies, no_copies(table))),
+            _choose(fits, larger, table),
+        )
+        for (pool, table), (larger, copies, _) in zip(cache, reserved, strict=True)
+    ), fits
+
+
+def append_all(cache: PagedCache, new_tokens: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Counts `new_tokens` (`i32[B]`) more as stored; False if a group lacks reserved room."""
+    return _on_tables(partial(append, new_tokens=new_tokens), cache)
+
+
+def release_all(cache: PagedCache, done: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Empties the slots in `done` (`bool[B]`); False if a group's table is corrupt."""
+    return _on_tables(partial(release, done=done), cache)
+
+
+def truncate_all(cache: PagedCache, lengths: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Shortens every slot to `lengths` (`i32[B]`); False if one is out of range."""
+    return _on_tables(partial(truncate, lengths=lengths), cache)
+
+
+def _on_tables(
+    operation: Callable[[BlockTable], tuple[BlockTable, jax.Array]], cache: PagedCache
+) -> tuple[PagedCache, jax.Array]:
+    changed = [operation(table) for _, table in cache]
+    ok = jnp.all(jnp.stack([group_ok for _, group_ok in changed]))
+    return tuple(
+        (pool, _choose(ok, new, old)) for (pool, old), (new, _) in zip(cache, changed, strict=True)
+    ), ok
+
+
+def _choose[T](condition: jax.Array, yes: T, no: T) -> T:
+    return jax.tree.map(partial(jnp.where, condition), yes, no)
