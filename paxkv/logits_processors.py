@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paxkv.request import MAX_LOGIT_BIASES
+
 NO_TOKEN = int(np.iinfo(np.int32).max)  # past every vocabulary: writes to it are dropped
-MAX_LOGIT_BIASES = 300  # per request, as in OpenAI's interface
 
 
 @jax.tree_util.register_dataclass
