@@ -162,23 +162,29 @@ def _pages_of(tokens: jax.Array, page_size: int) -> jax.Array:
 
 
 def _take_pages(table: BlockTable, wanted: jax.Array) -> tuple[BlockTable, jax.Array]:
-    """Hands each slot the `wanted` (`i32[B]`) lowest free pages, slot by slot, or nothing."""
-    max_pages = table.block_tables.shape[1]
+    """Hands out the lowest free pages, `wanted` (`i32[B]`) to each slot in turn, or none."""
+    pool_pages = table.ref_counts.shape[0]
+    page_ids = jnp.arange(pool_pages, dtype=jnp.int32)
     is_free = table.ref_counts == 0
-    rank = jnp.cumsum(is_free, dtype=jnp.int32)  # the n-th free page has rank n, from 1
-    fits = jnp.sum(wanted) <= rank[-1]
+    nth_free = jnp.cumsum(is_free, dtype=jnp.int32) - 1  # from 0, where a page is free
+    # A scatter of P ids: `nonzero` counts them one by one, a search costs B * M look-ups.
+    free_pages = (
+        jnp.zeros(pool_pages, jnp.int32)
+        .at[jnp.where(is_free, nth_free, pool_pages + page_ids)]
+        .set(page_ids, mode="drop", unique_indices=True)
+    )
+    fits = jnp.sum(wanted, dtype=jnp.int32) <= nth_free[-1] + 1
     wanted = jnp.where(fits, wanted, 0)
-    last = jnp.cumsum(wanted, dtype=jnp.int32)
-    column = jnp.arange(max_pages, dtype=jnp.int32)[None] - table.num_pages[:, None]
+    ends = jnp.cumsum(wanted, dtype=jnp.int32)  # slot by slot, the free pages given so far
+    column = jnp.arange(table.block_tables.shape[1], dtype=jnp.int32)[None]
+    column = column - table.num_pages[:, None]
     is_new = (column >= 0) & (column < wanted[:, None])  # bool[B, M]
-    nth = (last - wanted)[:, None] + column + 1
-    pages = jnp.searchsorted(rank, jnp.where(is_new, nth, 0)).astype(jnp.int32)
-    taken = is_free & (rank <= last[-1])
+    pages = free_pages[jnp.where(is_new, (ends - wanted)[:, None] + column, 0)]
     return dataclasses.replace(
         table,
         block_tables=jnp.where(is_new, pages, table.block_tables),
         num_pages=table.num_pages + wanted,
-        ref_counts=jnp.where(taken, 1, table.ref_counts),
+        ref_counts=jnp.where(is_free & (nth_free < ends[-1]), 1, table.ref_counts),
     ), fits
 
 
@@ -202,9 +208,9 @@ def _give_back(
     num_pages = table.ref_counts.shape[0]
     column = jnp.arange(table.block_tables.shape[1], dtype=jnp.int32)[None]
     is_kept = column < kept_pages[:, None]  # bool[B, M]
+    is_dropped = ~is_kept & (column < table.num_pages[:, None]) & (table.block_tables != NULL_PAGE)
     # Several slots may give back one shared page, so these ids need not be unique.
-    is_held = table.block_tables != NULL_PAGE
-    dropped = jnp.where(is_held & ~is_kept, table.block_tables, num_pages)
+    dropped = jnp.where(is_dropped, table.block_tables, num_pages)
     ref_counts = table.ref_counts.at[dropped].add(-1, mode="drop")
     ok = jnp.all(ref_counts >= 0)
     shorter = dataclasses.replace(

@@ -37,8 +37,13 @@ def init_page_pool(
 
 
 def copy_pages(pool: PagePool, copies: PageCopies) -> PagePool:
-    """Copies whole pages, in every layer."""
-    return jax.tree.map(lambda pages: layout.copy_pages(pages, *copies), pool)
+    """Copies whole pages, in every layer. Costs next to nothing when there are none to copy."""
+
+    def copy(pool: PagePool) -> PagePool:
+        return jax.tree.map(lambda pages: layout.copy_pages(pages, *copies), pool)
+
+    is_any = jnp.any(copies.target < pool.k_pages[0].shape[0])
+    return jax.lax.cond(is_any, copy, lambda pool: pool, pool)
 
 
 def pages_from_dense(
@@ -111,7 +116,7 @@ def _page_ids(table: BlockTable, length: int) -> jax.Array:
             f"{max_length} tokens: make the table with max_pages of at least "
             f"{-(-length // table.page_size)}, or cut the dense cache"
         )
-    return table.block_tables[:, jnp.arange(length) // table.page_size]
+    return table.block_tables[:, jnp.arange(length, dtype=jnp.int32) // table.page_size]
 
 
 def _replace_layer(pool: PagePool, layer: int, keys: jax.Array, values: jax.Array) -> PagePool:
