@@ -1,0 +1,300 @@
+"""Prefill and decode: pure functions of (decoder, cache, slots), and their compiled forms.
+
+Both are one step of the same kind. It takes some tokens of each slot that are known but not yet
+in the cache, runs the decoder on them, and where a slot has no more of them it samples the next
+token. Prefill gives it prompts; decode gives it the one token that was sampled last.
+
+    cache, slots, fits, _ = prefill_step(decoder, cache, slots, q_lens, num_rows=512)
+    cache, slots, burst = decode_loop(decoder, cache, slots, num_steps)
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paxkv.cache import PagedCache, append_all, release_all, reserve_all
+from paxkv.cache_view import CacheView
+from paxkv.decoder import Decoder
+from paxkv.logits_processors import LogitsProcessor
+from paxkv.pallas_kernels.reference import Ragged
+from paxkv.sampling import log_probabilities, sample
+from paxkv.slots import DEFAULT_PROCESSOR, Finish, News, Requests, Slots, admit, view_of
+
+_LOGPROB_ROWS = 64  # rows of prompt logits `[rows, V]` that exist at once
+
+
+class PromptLogprobs(NamedTuple):
+    """How likely each packed row's next token was; of use where that token is the prompt's."""
+
+    logprobs: jax.Array  # f32[T]
+    top_ids: jax.Array  # i32[T, n] the most likely tokens, best first
+    top_logprobs: jax.Array  # f32[T, n]
+
+
+class Burst(NamedTuple):
+    """What a burst of decode steps tells the host, in one transfer."""
+
+    news: News
+    lengths: jax.Array  # i32[B] tokens in the cache now
+    num_steps: jax.Array  # i32[] decode steps made
+    fits: jax.Array  # bool[] False: the pool could not serve the next step
+
+
+def prefill_step(
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    q_lens: jax.Array,
+    *,
+    num_rows: int,
+    num_prompt_logprobs: int | None = None,
+    processor: LogitsProcessor = DEFAULT_PROCESSOR,
+) -> tuple[PagedCache, Slots, jax.Array, PromptLogprobs | None]:
+    """Stores the next `q_lens` tokens of each slot, and samples where those were the last.
+
+    Args:
+        decoder: See `paxkv.decoder`.
+        cache: Pages are reserved for the tokens; if the pool is short, nothing happens at all.
+        slots: The requests.
+        q_lens: `i32[B]`, at most what each slot has that is not in the cache. 0 leaves a slot be.
+        num_rows: T, at least the sum of `q_lens`; each T is compiled once.
+        num_prompt_logprobs: n, of how many best tokens the prompt's log-probabilities are wanted.
+        processor: Changes the logits before sampling.
+
+    Returns:
+        The new cache and slots; `bool[]`, whether the pool had the pages; the log-probabilities,
+        if wanted.
+    """
+    return _step(
+        decoder, cache, slots, q_lens, num_rows, None, num_prompt_logprobs, processor
+    )
+
+
+def decode_step(
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    *,
+    processor: LogitsProcessor = DEFAULT_PROCESSOR,
+) -> tuple[PagedCache, Slots, jax.Array]:
+    """Stores the newest token of each slot and samples the next; all of them or, if short, none.
+
+    Slots whose prompt is not wholly in the cache are left alone.
+
+    Returns:
+        The new cache and slots, and `bool[]`, whether the pool had the pages.
+    """
+    q_lens = _is_decoding(cache, slots).astype(jnp.int32)
+    num_slots = q_lens.shape[0]
+    cache, slots, fits, _ = _step(decoder, cache, slots, q_lens, num_slots, 1, None, processor)
+    return cache, slots, fits
+
+
+def decode_loop(
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    num_steps: jax.Array | int,
+    *,
+    until_finish: jax.Array | bool = False,
+    processor: LogitsProcessor = DEFAULT_PROCESSOR,
+) -> tuple[PagedCache, Slots, Burst]:
+    """Decodes until no slot lives, `num_steps` are made, or the pool cannot serve the next step.
+
+    Pages are taken and given back within the loop; the host is not asked.
+
+    Args:
+        decoder: See `paxkv.decoder`.
+        cache: Donate it where you `jit`.
+        slots: Likewise. The host is taken to have seen its news once this returns.
+        num_steps: `i32[]`. A slot's news must also have room: `max_burst` tokens.
+        until_finish: `bool[]`, also return when a request ends, so that its slot can be refilled.
+        processor: Changes the logits before sampling.
+    """
+    has_ended_before = slots.news.finish != Finish.NOT
+
+    def goes_on(state: tuple[PagedCache, Slots, jax.Array, jax.Array]) -> jax.Array:
+        cache, slots, steps, fits = state
+        has_room = jnp.max(slots.news.counts) < slots.news.tokens.shape[1]
+        has_ended = (slots.news.finish != Finish.NOT) & ~has_ended_before
+        pauses = jnp.any(has_ended) & until_finish
+        return fits & jnp.any(_is_decoding(cache, slots)) & (steps < num_steps) & has_room & ~pauses
+
+    def step(
+        state: tuple[PagedCache, Slots, jax.Array, jax.Array],
+    ) -> tuple[PagedCache, Slots, jax.Array, jax.Array]:
+        cache, slots, steps, _ = state
+        cache, slots, fits = decode_step(decoder, cache, slots, processor=processor)
+        return cache, slots, steps + fits.astype(jnp.int32), fits
+
+    start = (cache, slots, jnp.int32(0), jnp.array(True))
+    cache, slots, steps, fits = lax.while_loop(goes_on, step, start)
+    burst = Burst(slots.news, _lengths(cache), steps, fits)
+    seen = dataclasses.replace(
+        slots.news,
+        counts=jnp.zeros_like(slots.news.counts),
+        finish=jnp.zeros_like(slots.news.finish),
+    )
+    return cache, dataclasses.replace(slots, news=seen), burst
+
+
+def release_step(
+    cache: PagedCache, slots: Slots, done: jax.Array
+) -> tuple[PagedCache, Slots, jax.Array]:
+    """Takes the requests in `done` (`bool[B]`) out of the batch and gives back their pages.
+
+    Returns:
+        The new cache and slots, and `bool[]`; False if a page would be freed twice.
+    """
+    cache, ok = release_all(cache, done)
+    return cache, dataclasses.replace(slots, is_active=slots.is_active & ~done), ok
+
+
+def _lengths(cache: PagedCache) -> jax.Array:
+    """Tokens of each slot in the cache, `i32[B]`: the same in every layer group."""
+    return cache[0][1].lengths
+
+
+def _is_decoding(cache: PagedCache, slots: Slots) -> jax.Array:
+    """Which slots have just their newest token left to store, `bool[B]`."""
+    return slots.is_active & (slots.requests.num_tokens - _lengths(cache) == 1)
+
+
+def _step(
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    q_lens: jax.Array,
+    num_rows: int,
+    max_q_len: int | None,
+    num_prompt_logprobs: int | None,
+    processor: LogitsProcessor,
+) -> tuple[PagedCache, Slots, jax.Array, PromptLogprobs | None]:
+    cache, fits = reserve_all(cache, q_lens)
+    q_lens = jnp.where(fits, q_lens, 0)  # a step that does not fit runs on no rows
+    view = _view(decoder, cache, q_lens, max_q_len)
+    rows = view.rows(num_rows)
+    requests = slots.requests
+    tokens = jnp.where(rows.is_token, requests.tokens[rows.slots, rows.positions], 0)
+    hidden, view = decoder(tokens, rows.positions, view)
+    cache = tuple(zip(view.pools, view.tables, strict=True))
+    cache, _ = append_all(cache, q_lens)
+
+    is_sampled = (q_lens > 0) & (_lengths(cache) == requests.num_tokens)
+    last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
+    logits = decoder.logits(hidden[last_rows])
+    slots, has_ended = _sample_next(slots, logits, is_sampled, processor)
+    cache, _ = release_all(cache, has_ended)
+    slots = dataclasses.replace(slots, is_active=slots.is_active & ~has_ended)
+    if num_prompt_logprobs is None:
+        return cache, slots, fits, None
+    logprobs = _prompt_logprobs(decoder, hidden, requests, rows, num_prompt_logprobs)
+    return cache, slots, fits, logprobs
+
+
+def _view(
+    decoder: Decoder, cache: PagedCache, q_lens: jax.Array, max_q_len: int | None
+) -> CacheView:
+    pools, tables = zip(*cache, strict=True)
+    return CacheView(
+        pools=pools,
+        tables=tables,
+        cu_q_lens=jnp.pad(jnp.cumsum(q_lens, dtype=jnp.int32), (1, 0)),
+        kv_lens=_lengths(cache) + q_lens,
+        groups=tuple(decoder.layer_groups),
+        max_q_len=max_q_len,
+    )
+
+
+def _sample_next(
+    slots: Slots, logits: jax.Array, is_sampled: jax.Array, processor: LogitsProcessor
+) -> tuple[Slots, jax.Array]:
+    """Samples a token for the slots in `is_sampled` from `[B, V]`; also which of them end."""
+    requests, seen = slots.requests, view_of(slots)
+    processed = processor.apply(slots.processor_state, logits, seen)
+    # Rows that are not sampled are greedy, which costs nothing.
+    temperature = jnp.where(is_sampled, requests.sampling.temperature, 0.0)
+    sampling = dataclasses.replace(requests.sampling, temperature=temperature)
+    tokens, ok = sample(processed, sampling, requests.num_tokens - requests.prompt_lens)
+
+    takes = is_sampled & ok
+    is_stop = jnp.any(tokens[:, None] == requests.settings.stop_ids, axis=1)
+    num_tokens = requests.num_tokens + takes.astype(jnp.int32)
+    is_full = num_tokens >= requests.max_num_tokens
+    finish = jnp.select(
+        [is_sampled & ~ok, takes & is_stop, takes & is_full],
+        [jnp.int32(Finish.ERROR), jnp.int32(Finish.STOP), jnp.int32(Finish.LENGTH)],
+        jnp.int32(Finish.NOT),
+    )
+    slots = dataclasses.replace(
+        slots,
+        requests=dataclasses.replace(
+            requests,
+            tokens=_put(requests.tokens, takes, requests.num_tokens, tokens),
+            num_tokens=num_tokens,
+        ),
+        processor_state=processor.update(slots.processor_state, tokens, takes, seen),
+        news=_add_news(slots.news, logits, tokens, takes, finish, requests.wants_logprobs),
+    )
+    return slots, finish != Finish.NOT
+
+
+def _add_news(
+    news: News,
+    logits: jax.Array,
+    tokens: jax.Array,
+    takes: jax.Array,
+    finish: jax.Array,
+    wants_logprobs: jax.Array,
+) -> News:
+    wants = takes & wants_logprobs
+
+    def with_logprobs() -> News:
+        chosen, top_ids, top = log_probabilities(logits, tokens, news.top_ids.shape[2])
+        return dataclasses.replace(
+            news,
+            logprobs=_put(news.logprobs, wants, news.counts, chosen),
+            top_ids=_put(news.top_ids, wants, news.counts, top_ids),
+            top_logprobs=_put(news.top_logprobs, wants, news.counts, top),
+        )
+
+    return dataclasses.replace(
+        lax.cond(jnp.any(wants), with_logprobs, lambda: news),
+        tokens=_put(news.tokens, takes, news.counts, tokens),
+        counts=news.counts + takes.astype(jnp.int32),
+        finish=jnp.where(finish != Finish.NOT, finish, news.finish),
+    )
+
+
+def _put(whole: jax.Array, is_put: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+    """Writes `[B, ...]` at `columns` (`i32[B]`) of `[B, C, ...]` in the rows of `is_put`."""
+    rows = jnp.arange(is_put.shape[0], dtype=jnp.int32)
+    columns = jnp.where(is_put, columns, whole.shape[1])  # past the end: dropped
+    return whole.at[rows, columns].set(values, mode="drop", unique_indices=True)
+
+
+def _prompt_logprobs(
+    decoder: Decoder, hidden: jax.Array, requests: Requests, rows: Ragged, num_top: int
+) -> PromptLogprobs:
+    """Log-probabilities of the token after each row, some rows at a time: `[T, V]` is large."""
+    last = requests.tokens.shape[1] - 1
+    following = requests.tokens[rows.slots, jnp.minimum(rows.positions + 1, last)]
+
+    def of_row(row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logprobs = log_probabilities(decoder.logits(row[0][None]), row[1][None], num_top)
+        return jax.tree.map(lambda x: x[0], logprobs)
+
+    return PromptLogprobs(*lax.map(of_row, (hidden, following), batch_size=_LOGPROB_ROWS))
+
+
+# The compiled forms. The cache and the slots are donated: they are updated where they are.
+_donated = {"donate_argnames": ("cache", "slots")}
+prefill_step_jit = jax.jit(
+    prefill_step, static_argnames=("num_rows", "num_prompt_logprobs", "processor"), **_donated
+)
+decode_loop_jit = jax.jit(decode_loop, static_argnames="processor", **_donated)
+release_step_jit = jax.jit(release_step, **_donated)
+admit_jit = jax.jit(admit, static_argnames="processor", donate_argnames="slots")
