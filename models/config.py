@@ -1,0 +1,226 @@
+"""A decoder's sizes and settings, read from a Hugging Face config or GGUF metadata."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from paxkv.models.rope import RopeConfig
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+
+# Settings that change the numbers, and the values at which they change nothing.
+_NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "pretraining_tp": (1,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "quantization_config": (),
+    "auto_map": (),  # code that the model brings along, which is never run
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Everything static about a decoder. Hashable, so that it can be static under `jax.jit`."""
+
+    vocab_size: int  # V
+    hidden_size: int  # D
+    intermediate_size: int  # F
+    num_layers: int  # L
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int  # tokens the model was trained to see at once
+    tie_embeddings: bool = False  # the embeddings are also the head
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (type(value) is not int or value < 1):
+                raise ValueError(f"{field.name}={value!r} must be a whole number above 0")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}: each KV head serves as many query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if self.rope.divisors and len(self.rope.divisors) != self.head_dim // 2:
+            raise ValueError(
+                f"{len(self.rope.divisors)} RoPE factors for {self.head_dim // 2} pairs of a head"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Reads a parsed `config.json`.
+
+        Raises:
+            ValueError: An unsupported architecture, a setting that is missing or that would
+                change the numbers in a way this decoder does not compute.
+        """
+        _check_architecture(config.get("architectures"), config.get("model_type"))
+        _check_neutral(config)
+        num_heads = _required(config, "num_attention_heads")
+        hidden_size = _required(config, "hidden_size")
+        return cls(
+            vocab_size=_required(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_required(config, "intermediate_size"),
+            num_layers=_required(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
+            head_dim=config.get("head_dim") or _whole_share(hidden_size, num_heads),
+            rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf(config),
+            max_position=_optional(config, "max_position_embeddings", 2048),
+            tie_embeddings=bool(config.get("tie_word_embeddings")),
+            attention_bias=bool(config.get("attention_bias")),
+            mlp_bias=bool(config.get("mlp_bias")),
+        )
+
+    @classmethod
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        *,
+        tensor_names: Collection[str],
+        rope_divisors: tuple[float, ...] = (),
+    ) -> "DecoderConfig":
+        """Reads a GGUF file's metadata.
+
+        Args:
+            metadata: Keys as in the file, such as `llama.block_count`.
+            tensor_names: The stored tensors by their Hugging Face names. GGUF has no flag for
+                biases or a tied head: what is stored tells.
+            rope_divisors: The file's `rope_freqs` tensor.
+
+        Raises:
+            ValueError: As `from_hf`.
+        """
+        architecture = metadata.get("general.architecture")
+        if architecture != "llama":
+            raise ValueError(
+                f"GGUF architecture {architecture!r} is not supported; supported is 'llama'"
+            )
+        settings = {
+            key.removeprefix("llama."): value
+            for key, value in metadata.items()
+            if key.startswith("llama.")
+        }
+        if settings.get("expert_count"):
+            raise ValueError(f"a mixture of {settings['expert_count']} experts is not supported")
+        num_heads = _required(settings, "attention.head_count")
+        hidden_size = _required(settings, "embedding_length")
+        head_dim = settings.get("attention.key_length") or _whole_share(hidden_size, num_heads)
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if settings.get(name, head_dim) != head_dim:
+                raise ValueError(f"{name}={settings[name]} must equal the head size {head_dim}")
+        vocab_size = settings.get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])
+        return cls(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=_required(settings, "feed_forward_length"),
+            num_layers=_required(settings, "block_count"),
+            num_heads=num_heads,
+            num_kv_heads=settings.get("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            rms_norm_eps=_required(settings, "attention.layer_norm_rms_epsilon"),
+            rope=_gguf_rope(settings, rope_divisors),
+            max_position=_required(settings, "context_length"),
+            tie_embeddings="lm_head.weight" not in tensor_names,
+            attention_bias=any(name.endswith("q_proj.bias") for name in tensor_names),
+            mlp_bias=any(name.endswith("up_proj.bias") for name in tensor_names),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the weights, a tied head counted once."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * 2 * (queries + keys)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        norms = 2 * self.hidden_size
+        biases = self.attention_bias * (queries + 2 * keys + self.hidden_size)
+        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        layers = self.num_layers * (attention + mlp + norms + biases)
+        return embeddings + layers + self.hidden_size
+
+    def weight_bytes(self, bytes_per_number: int) -> int:
+        """Memory that the weights take in a dtype of this size."""
+        return self.num_parameters * bytes_per_number
+
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Memory that the keys and values of one token take, all layers together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_number
+
+
+def _check_architecture(architectures: Any, model_type: Any) -> None:
+    named = architectures or ["LlamaForCausalLM" if model_type == "llama" else None]
+    if named[0] not in SUPPORTED_ARCHITECTURES or model_type not in ("llama", None):
+        raise ValueError(
+            f"architecture {named[0]} (model_type {model_type!r}) is not supported; supported "
+            f"are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+
+
+def _check_neutral(config: Mapping[str, Any]) -> None:
+    for name, neutral in _NEUTRAL_SETTINGS.items():
+        value = config.get(name)
+        if value is not None and value not in neutral:
+            raise ValueError(
+                f"{name}={value!r} would change the numbers and is not supported"
+                + (f"; supported is {neutral[0]!r}" if neutral else "")
+            )
+    windows = config.get("use_sliding_window", True) and config.get("sliding_window")
+    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
+    if windows or layer_types:
+        raise ValueError(
+            f"sliding_window={windows}, layer_types {sorted(layer_types)}: only full attention "
+            "is supported"
+        )
+
+
+def _gguf_rope(settings: Mapping[str, Any], divisors: tuple[float, ...]) -> RopeConfig:
+    scaling = settings.get("rope.scaling.type", "none")
+    factor = settings.get("rope.scaling.factor") or settings.get("rope.scale_linear") or 1.0
+    if "rope.scale_linear" in settings and scaling == "none":
+        scaling = "linear"  # how files of 2023 say it
+    if scaling not in ("none", "linear"):
+        raise ValueError(
+            f"RoPE scaling {scaling!r} is not supported; supported are 'none' and 'linear'"
+        )
+    return RopeConfig(
+        theta=settings.get("rope.freq_base", 10000.0),
+        scaling="linear" if scaling == "linear" else "default",
+        factor=factor if scaling == "linear" else 1.0,
+        divisors=divisors,
+    )
+
+
+def _required(settings: Mapping[str, Any], name: str) -> Any:
+    if settings.get(name) is None:
+        raise ValueError(f"the model's settings lack {name}")
+    return settings[name]
+
+
+def _optional(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = settings.get(name)
+    return default if value is None else value
+
+
+def _whole_share(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads} and "
+            "the config names no head_dim"
+        )
+    return hidden_size // num_heads

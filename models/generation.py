@@ -1,0 +1,45 @@
+"""How a model's makers would have it sampled, and which tokens end its text."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+_STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, turn, message
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """The model's defaults; None where it names none."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_hf(
+        cls, generation: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> "GenerationConfig":
+        """Reads `generation_config.json`, and `config.json` for what it leaves open."""
+        settings = {**_named(config, "eos_token_id", "bos_token_id")}
+        settings |= _named(generation, *(field.name for field in dataclasses.fields(cls)))
+        settings |= _named(generation, "eos_token_id")
+        eos = settings.pop("eos_token_id", ())
+        eos = (eos,) if isinstance(eos, int) else tuple(eos)
+        return cls(eos_token_ids=eos, **settings)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "GenerationConfig":
+        """Reads a GGUF file's metadata, which names tokens only."""
+        ids = (metadata.get(f"tokenizer.ggml.{key}") for key in _STOP_KEYS)
+        return cls(
+            eos_token_ids=tuple(dict.fromkeys(token for token in ids if token is not None)),
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        )
+
+
+def _named(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: settings[name] for name in names if settings.get(name) is not None}

@@ -1,0 +1,132 @@
+"""The Llama family as a Flax NNX decoder: Llama 2 and 3, SmolLM2, TinyLlama and their like."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from paxkv.decoder import Cache, LayerGroup
+from paxkv.models.config import DecoderConfig
+from paxkv.models.rope import rotate, rotation
+
+
+class LlamaLayer(nnx.Module):
+    """One layer: attention and a gated MLP, each on the normed residual and added to it.
+
+    Projections that read the same input are one array, so that each is one large product.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: DTypeLike, *, rngs: nnx.Rngs):
+        normal = functools.partial(_normal, dtype=dtype, rngs=rngs)
+        ones = functools.partial(jnp.ones, dtype=dtype)
+        zeros = functools.partial(jnp.zeros, dtype=dtype)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads, head_dim, kv_heads = config.num_heads, config.head_dim, config.num_kv_heads
+        # A KV head's query heads, then its key, then its value: so that the first axis shards.
+        qkv = (kv_heads, heads // kv_heads + 2, head_dim)
+        has_bias, mlp_has_bias = config.attention_bias, config.mlp_bias
+        self.attn_norm = nnx.Param(ones((hidden,)))
+        self.qkv = nnx.Param(normal((*qkv, hidden)))  # [K, N / K + 2, H, D]
+        self.qkv_bias = nnx.Param(zeros(qkv)) if has_bias else None
+        self.out = nnx.Param(normal((hidden, heads * head_dim)))  # [D, N * H]
+        self.out_bias = nnx.Param(zeros((hidden,))) if has_bias else None
+        self.mlp_norm = nnx.Param(ones((hidden,)))
+        self.gate_up = nnx.Param(normal((2, inner, hidden)))  # [2, F, D]
+        self.gate_up_bias = nnx.Param(zeros((2, inner))) if mlp_has_bias else None
+        self.down = nnx.Param(normal((hidden, inner)))  # [D, F]
+        self.down_bias = nnx.Param(zeros((hidden,))) if mlp_has_bias else None
+        self.norm_eps = config.rms_norm_eps
+
+    def __call__[C: Cache](
+        self, index: int, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: C
+    ) -> tuple[jax.Array, C]:
+        """The residual stream `[T, D]` after layer `index`, and the cache."""
+        qkv = linear(rms_norm(x, self.attn_norm, self.norm_eps), self.qkv, self.qkv_bias)
+        num_tokens, kv_heads, group, head_dim = qkv.shape
+        rotated = rotate(qkv[:, :, :-1].reshape(num_tokens, -1, head_dim), cos, sin)
+        rotated = rotated.reshape(num_tokens, kv_heads, group - 1, head_dim)
+        queries = rotated[:, :, :-1].reshape(num_tokens, -1, head_dim)
+        heads, cache = cache.attend(index, queries, rotated[:, :, -1], qkv[:, :, -1])
+        x = x + linear(heads.reshape(num_tokens, -1), self.out, self.out_bias)
+        normed = rms_norm(x, self.mlp_norm, self.norm_eps)
+        gate_up = linear(normed, self.gate_up, self.gate_up_bias)  # [T, 2, F]
+        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return x + linear(inner, self.down, self.down_bias), cache
+
+
+class LlamaDecoder(nnx.Module):
+    """A `paxkv.decoder.Decoder` of the Llama family.
+
+    Layers are unrolled and each has arrays of its own: slices of one stacked array would be
+    copied at each step. Without memory for weights yet, build it under `nnx.eval_shape`.
+
+    Args:
+        config: Sizes and settings.
+        dtype: Of weights and activations; norms, rotations and sums of products are float32.
+        rngs: Where random weights come from.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.vocab_size = config.vocab_size
+        group = LayerGroup(
+            layers=tuple(range(config.num_layers)),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        self.layer_groups: tuple[LayerGroup, ...] = (group,)
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(_normal(table, dtype=dtype, rngs=rngs))  # [V, D]
+        self.layers = nnx.List(
+            [LlamaLayer(config, dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        tied = config.tie_embeddings
+        self.head = None if tied else nnx.Param(_normal(table, dtype=dtype, rngs=rngs))  # [V, D]
+
+    def __call__[C: Cache](
+        self, tokens: jax.Array, positions: jax.Array, cache: C
+    ) -> tuple[jax.Array, C]:
+        """Normed hidden states `[T, D]` of tokens `i32[T]` at positions `i32[T]`; the cache."""
+        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
+        for index, layer in enumerate(self.layers):
+            x, cache = layer(index, x, cos, sin, cache)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Next-token logits `f32[R, V]` of hidden states `[R, D]`."""
+        return _product(hidden, self.embedding if self.head is None else self.head)
+
+
+def rms_norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
+    """`x` `[T, D]` over its root mean square, times `weight`; in float32 (arXiv 1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight[...].astype(jnp.float32)[None]).astype(x.dtype)
+
+
+def linear(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """`x` `[T, I]` by weights `[..., I]`, plus the bias: `[T, ...]` in `x`'s dtype."""
+    out = _product(x, weight)
+    if bias is not None:
+        out = out + bias[...].astype(jnp.float32)[None]
+    return out.astype(x.dtype)
+
+
+def _product(x: jax.Array, weight: nnx.Param) -> jax.Array:
+    num_rows = x.shape[0]
+    if num_rows == 1 and x.dtype.itemsize == 2:
+        # XLA multiplies one 16-bit row on a CPU ten times slower than two.
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    last_axes = ((1,), (weight.ndim - 1,))
+    out = lax.dot_general(x, weight[...], (last_axes, ((), ())), preferred_element_type=jnp.float32)
+    return out[:num_rows]
+
+
+def _normal(shape: tuple[int, ...], *, dtype: DTypeLike, rngs: nnx.Rngs) -> jax.Array:
+    scale = jnp.asarray(shape[-1] ** -0.5, dtype)
+    return jax.random.normal(rngs.params(), shape, dtype) * scale
