@@ -107,9 +107,7 @@ def reserve(table: BlockTable, new_tokens: jax.Array) -> tuple[BlockTable, PageC
     tokens = table.lengths + jnp.where(rows_fit, new_tokens, 0)
     wanted = jnp.maximum(_pages_of(tokens, table.page_size) - table.num_pages, 0)
     # Most decode steps of a slot cross no page boundary: search the pool only when one does.
-    table, pool_fits = jax.lax.cond(
-        jnp.any(wanted > 0), _take_pages, lambda table, _: (table, jnp.array(True)), table, wanted
-    )
+    table, pool_fits = jax.lax.cond(jnp.any(wanted > 0), _take_pages, _take_nothing, table, wanted)
     return table, no_copies(table), rows_fit & pool_fits
 
 
@@ -188,6 +186,10 @@ def _take_pages(table: BlockTable, wanted: jax.Array) -> tuple[BlockTable, jax.A
     ), fits
 
 
+def _take_nothing(table: BlockTable, _: jax.Array) -> tuple[BlockTable, jax.Array]:
+    return table, jnp.array(True)
+
+
 def _shorten(
     table: BlockTable, lengths: jax.Array, kept_pages: jax.Array
 ) -> tuple[BlockTable, jax.Array]:
@@ -195,7 +197,7 @@ def _shorten(
     return jax.lax.cond(
         jnp.any(kept_pages < table.num_pages),
         _give_back,
-        lambda table, lengths, _: (dataclasses.replace(table, lengths=lengths), jnp.array(True)),
+        _give_back_nothing,
         table,
         lengths,
         kept_pages,
@@ -221,3 +223,9 @@ def _give_back(
         ref_counts=ref_counts,
     )
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), shorter, table), ok
+
+
+def _give_back_nothing(
+    table: BlockTable, lengths: jax.Array, _: jax.Array
+) -> tuple[BlockTable, jax.Array]:
+    return dataclasses.replace(table, lengths=lengths), jnp.array(True)

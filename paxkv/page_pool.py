@@ -38,12 +38,16 @@ def init_page_pool(
 
 def copy_pages(pool: PagePool, copies: PageCopies) -> PagePool:
     """Copies whole pages, in every layer. Costs next to nothing when there are none to copy."""
-
-    def copy(pool: PagePool) -> PagePool:
-        return jax.tree.map(lambda pages: layout.copy_pages(pages, *copies), pool)
-
     is_any = jnp.any(copies.target < pool.k_pages[0].shape[0])
-    return jax.lax.cond(is_any, copy, lambda pool: pool, pool)
+    return jax.lax.cond(is_any, _copy_pages, _copy_none, pool, copies)
+
+
+def _copy_pages(pool: PagePool, copies: PageCopies) -> PagePool:
+    return jax.tree.map(lambda pages: layout.copy_pages(pages, *copies), pool)
+
+
+def _copy_none(pool: PagePool, _: PageCopies) -> PagePool:
+    return pool
 
 
 def pages_from_dense(
