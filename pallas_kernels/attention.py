@@ -122,7 +122,9 @@ def _check(
             f"cu_q_lens must be [B + 1] = [{block_tables.shape[0] + 1}], found {cu_q_lens.shape}"
         )
     if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must hold one logit per query head [{num_heads}], found {sinks.shape}")
+        raise ValueError(
+            f"sinks must hold one logit per query head [{num_heads}], found {sinks.shape}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, the query itself; None sees everything")
     if soft_cap is not None and not soft_cap > 0:

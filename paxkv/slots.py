@@ -165,9 +165,7 @@ def admit(
         slots,
         requests=choose_rows(is_new, requests, slots.requests),
         is_active=slots.is_active | is_new,
-        processor_state=choose_rows(
-            is_new, processor.init(is_new.shape[0]), slots.processor_state
-        ),
+        processor_state=choose_rows(is_new, processor.init(is_new.shape[0]), slots.processor_state),
     )
 
 

@@ -1,11 +1,13 @@
 """Prefill and decode: pure functions of (decoder, cache, slots), and their compiled forms.
 
-Both are one step of the same kind. It takes some tokens of each slot that are known but not yet
-in the cache, runs the decoder on them, and where a slot has no more of them it samples the next
-token. Prefill gives it prompts; decode gives it the one token that was sampled last.
+Prefill stores the keys and values of known tokens, all but the newest of each request. Decode
+stores the newest one and samples the next, again and again:
 
-    cache, slots, fits, _ = prefill_step(decoder, cache, slots, q_lens, num_rows=512)
+    cache, slots, fits, _ = prefill_step(decoder, cache, slots, prompt_lens - 1, num_rows=512)
     cache, slots, burst = decode_loop(decoder, cache, slots, num_steps)
+
+So sampling stands in one place, and what a prompt's last token predicts is always computed anew,
+however much of the prompt was in the cache.
 """
 
 import dataclasses
@@ -51,26 +53,26 @@ def prefill_step(
     *,
     num_rows: int,
     num_prompt_logprobs: int | None = None,
-    processor: LogitsProcessor = DEFAULT_PROCESSOR,
-) -> tuple[PagedCache, Slots, jax.Array, PromptLogprobs | None]:
-    """Stores the next `q_lens` tokens of each slot, and samples where those were the last.
+) -> tuple[PagedCache, jax.Array, PromptLogprobs | None]:
+    """Stores the next `q_lens` tokens of each slot: prompts, or chunks of them, packed.
 
     Args:
         decoder: See `paxkv.decoder`.
         cache: Pages are reserved for the tokens; if the pool is short, nothing happens at all.
-        slots: The requests.
-        q_lens: `i32[B]`, at most what each slot has that is not in the cache. 0 leaves a slot be.
+        slots: The requests. Their newest token is left to decode.
+        q_lens: `i32[B]`, at most what a slot has besides its newest token that is not in the
+            cache. 0 leaves a slot be.
         num_rows: T, at least the sum of `q_lens`; each T is compiled once.
         num_prompt_logprobs: n, of how many best tokens the prompt's log-probabilities are wanted.
-        processor: Changes the logits before sampling.
 
     Returns:
-        The new cache and slots; `bool[]`, whether the pool had the pages; the log-probabilities,
-        if wanted.
+        The new cache; `bool[]`, whether the pool had the pages; the log-probabilities, if wanted.
     """
-    return _step(
-        decoder, cache, slots, q_lens, num_rows, None, num_prompt_logprobs, processor
-    )
+    cache, fits, hidden, view = _store(decoder, cache, slots.requests, q_lens, num_rows, None)
+    if num_prompt_logprobs is None:
+        return cache, fits, None
+    rows = view.rows(num_rows)
+    return cache, fits, _prompt_logprobs(decoder, hidden, slots.requests, rows, num_prompt_logprobs)
 
 
 def decode_step(
@@ -82,15 +84,22 @@ def decode_step(
 ) -> tuple[PagedCache, Slots, jax.Array]:
     """Stores the newest token of each slot and samples the next; all of them or, if short, none.
 
-    Slots whose prompt is not wholly in the cache are left alone.
+    Slots that have more than their newest token to store wait for prefill. The pages of requests
+    that end are given back.
 
     Returns:
         The new cache and slots, and `bool[]`, whether the pool had the pages.
     """
-    q_lens = _is_decoding(cache, slots).astype(jnp.int32)
-    num_slots = q_lens.shape[0]
-    cache, slots, fits, _ = _step(decoder, cache, slots, q_lens, num_slots, 1, None, processor)
-    return cache, slots, fits
+    is_decoding = _is_decoding(cache, slots)
+    num_slots = is_decoding.shape[0]
+    cache, fits, hidden, view = _store(
+        decoder, cache, slots.requests, is_decoding.astype(jnp.int32), num_slots, 1
+    )
+    last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
+    logits = decoder.logits(hidden[last_rows])
+    slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
+    cache, _ = release_all(cache, has_ended)
+    return cache, dataclasses.replace(slots, is_active=slots.is_active & ~has_ended), fits
 
 
 def decode_loop(
@@ -163,36 +172,27 @@ def _is_decoding(cache: PagedCache, slots: Slots) -> jax.Array:
     return slots.is_active & (slots.requests.num_tokens - _lengths(cache) == 1)
 
 
-def _step(
+def _store(
     decoder: Decoder,
     cache: PagedCache,
-    slots: Slots,
+    requests: Requests,
     q_lens: jax.Array,
     num_rows: int,
     max_q_len: int | None,
-    num_prompt_logprobs: int | None,
-    processor: LogitsProcessor,
-) -> tuple[PagedCache, Slots, jax.Array, PromptLogprobs | None]:
+) -> tuple[PagedCache, jax.Array, jax.Array, CacheView]:
+    """Runs the decoder on the next `q_lens` tokens of each slot, which stores them.
+
+    Returns:
+        The new cache, whether it fitted, hidden states `[T, D]`, and where their rows stand.
+    """
     cache, fits = reserve_all(cache, q_lens)
     q_lens = jnp.where(fits, q_lens, 0)  # a step that does not fit runs on no rows
     view = _view(decoder, cache, q_lens, max_q_len)
     rows = view.rows(num_rows)
-    requests = slots.requests
     tokens = jnp.where(rows.is_token, requests.tokens[rows.slots, rows.positions], 0)
     hidden, view = decoder(tokens, rows.positions, view)
-    cache = tuple(zip(view.pools, view.tables, strict=True))
-    cache, _ = append_all(cache, q_lens)
-
-    is_sampled = (q_lens > 0) & (_lengths(cache) == requests.num_tokens)
-    last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
-    logits = decoder.logits(hidden[last_rows])
-    slots, has_ended = _sample_next(slots, logits, is_sampled, processor)
-    cache, _ = release_all(cache, has_ended)
-    slots = dataclasses.replace(slots, is_active=slots.is_active & ~has_ended)
-    if num_prompt_logprobs is None:
-        return cache, slots, fits, None
-    logprobs = _prompt_logprobs(decoder, hidden, requests, rows, num_prompt_logprobs)
-    return cache, slots, fits, logprobs
+    cache, _ = append_all(tuple(zip(view.pools, view.tables, strict=True)), q_lens)
+    return cache, fits, hidden, view
 
 
 def _view(
@@ -290,11 +290,14 @@ def _prompt_logprobs(
     return PromptLogprobs(*lax.map(of_row, (hidden, following), batch_size=_LOGPROB_ROWS))
 
 
-# The compiled forms. The cache and the slots are donated: they are updated where they are.
-_donated = {"donate_argnames": ("cache", "slots")}
+# The compiled forms. What they change is donated, and updated where it is.
 prefill_step_jit = jax.jit(
-    prefill_step, static_argnames=("num_rows", "num_prompt_logprobs", "processor"), **_donated
+    prefill_step,
+    static_argnames=("num_rows", "num_prompt_logprobs"),
+    donate_argnames="cache",
 )
-decode_loop_jit = jax.jit(decode_loop, static_argnames="processor", **_donated)
-release_step_jit = jax.jit(release_step, **_donated)
+decode_loop_jit = jax.jit(
+    decode_loop, static_argnames="processor", donate_argnames=("cache", "slots")
+)
+release_step_jit = jax.jit(release_step, donate_argnames=("cache", "slots"))
 admit_jit = jax.jit(admit, static_argnames="processor", donate_argnames="slots")

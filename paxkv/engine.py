@@ -1,0 +1,297 @@
+"""Runs many requests over one pool of pages: tokens in, tokens out. Text is `paxkv.llm`'s."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from paxkv.cache import init_cache
+from paxkv.config import page_bytes
+from paxkv.decoder import Decoder
+from paxkv.logits_processors import LogitsProcessor
+from paxkv.request import MAX_LOGPROBS, FinishReason, SamplingParams
+from paxkv.scheduler import Request, Scheduler
+from paxkv.slots import DEFAULT_PROCESSOR, idle_requests, init_slots
+from paxkv.steps import (
+    Burst,
+    PromptLogprobs,
+    admit_jit,
+    decode_loop_jit,
+    prefill_step_jit,
+    release_step_jit,
+)
+
+from paxkv.transfer import NUM_STOP_IDS, rows_of, take_prompt_logprobs, take_tokens
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats:
+    """What the engine has done since it was made."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    num_preemptions: int = 0
+    peak_pages: int = 0
+    peak_tokens: int = 0  # in the cache, at the moment of most pages
+
+
+class Engine:
+    """Continuous batching over a paged cache.
+
+        engine = Engine(decoder, num_slots=8, max_length=256, num_pages=129)
+        request = engine.add([1, 2, 3], SamplingParams(max_tokens=16).with_defaults(defaults))
+        while engine.has_work:
+            engine.step()
+        print(request.output)
+
+    Args:
+        decoder: See `paxkv.decoder`.
+        num_slots: Requests that run at once.
+        max_length: Prompt and output of one request, in tokens.
+        num_pages: Pages of the pool, the null page counted.
+        page_size: Tokens per page.
+        dtype: Of keys and values.
+        max_prefill_tokens: Prompt tokens in one call, a power of two.
+        max_burst: Decode steps between two looks of the host.
+        seed: What requests without a seed of their own draw from.
+        processor: Changes logits before sampling; put your own behind the default ones with
+            `chain`.
+
+    Raises:
+        ValueError: A size is out of range.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_pages: int,
+        page_size: int = 16,
+        dtype: DTypeLike = jnp.float32,
+        max_prefill_tokens: int = 1024,
+        max_burst: int = 32,
+        seed: int = 0,
+        processor: LogitsProcessor = DEFAULT_PROCESSOR,
+    ) -> None:
+        if max_prefill_tokens < 16 or max_prefill_tokens & (max_prefill_tokens - 1):
+            raise ValueError(f"{max_prefill_tokens=} must be a power of two, 16 or more")
+        self.decoder = decoder
+        self.max_burst = max_burst
+        self.stats = EngineStats()
+        self.page_bytes = page_bytes(decoder.layer_groups, page_size=page_size, dtype=dtype)
+        self.capacity = (num_pages - 1) * page_size  # tokens that the whole pool holds
+        # The last token of a request is never stored, so it needs no place in the pool.
+        self.max_length = min(max_length, self.capacity + 1)
+        self._seed = seed
+        self._num_added = 0
+        self._processor = processor
+        self._scheduler = Scheduler(
+            num_slots=num_slots,
+            num_pages=num_pages - 1,
+            page_size=page_size,
+            max_prefill_tokens=max_prefill_tokens,
+        )
+        self._cache = init_cache(
+            decoder.layer_groups,
+            num_slots=num_slots,
+            max_length=self.max_length,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        self._slots = init_slots(
+            idle_requests(num_slots, self.max_length, NUM_STOP_IDS),
+            max_burst=max_burst,
+            max_logprobs=MAX_LOGPROBS,
+            processor=processor,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that can be handed out."""
+        return self._scheduler.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._scheduler.page_size
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, stop_token_ids: Sequence[int] = ()
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+            prompt: Token ids.
+            params: With nothing left open (see `SamplingParams.with_defaults`).
+            stop_token_ids: Tokens that end it, on top of those in `params`.
+
+        Returns:
+            The request, whose `output` grows with every `step`.
+
+        Raises:
+            ValueError: It can never be served; the message says why and what would help.
+        """
+        stops = tuple(dict.fromkeys((*params.stop_token_ids, *stop_token_ids)))
+        self._check(prompt, params, stops)
+        request = Request(
+            id=self._num_added,
+            prompt=list(prompt),
+            params=params,
+            stop_token_ids=stops,
+            max_num_tokens=min(len(prompt) + params.max_tokens, self.max_length),
+        )
+        self._num_added += 1
+        self._scheduler.waiting.append(request)
+        return request
+
+    def step(self, max_steps: int | None = None) -> list[Request]:
+        """Admits what fits, stores their prompts, and decodes for a burst.
+
+        Args:
+            max_steps: Decode steps at most; `max_burst` when None. Short ones suit streaming.
+
+        Returns:
+            The requests that have new tokens or have ended.
+        """
+        self._admit()
+        begin = time.perf_counter()
+        prompt_logprobs = self._prefill()
+        middle = time.perf_counter()
+        self._cache, self._slots, burst = decode_loop_jit(
+            self.decoder, self._cache, self._slots,
+            np.int32(min(max_steps or self.max_burst, self.max_burst)),
+            until_finish=np.bool_(len(self._scheduler.waiting) > 0), processor=self._processor,
+        )  # fmt: skip
+        burst, prompt_logprobs = jax.device_get((burst, prompt_logprobs))
+        self.stats.prefill_seconds += middle - begin
+        self.stats.decode_seconds += time.perf_counter() - middle
+        for q_lens, logprobs in prompt_logprobs:
+            take_prompt_logprobs(self._scheduler.running, q_lens, logprobs)
+        changed = self._take_news(burst)
+        if not burst.fits:
+            self._release(self._scheduler.preempt())
+            self.stats.num_preemptions += 1
+        return changed
+
+    def abort(self, request: Request, reason: FinishReason = "stop") -> None:
+        """Ends a request now. One that has ended already is left as it is."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        if request in self._scheduler.waiting:
+            self._scheduler.waiting.remove(request)
+            return
+        slot = next(slot for slot, r in self._scheduler.running.items() if r is request)
+        del self._scheduler.running[slot]
+        self._release(slot)
+
+    def set_decoder(self, decoder: Decoder) -> None:
+        """Goes on with other weights. Nothing is compiled again if shapes and dtypes are equal.
+
+        Raises:
+            ValueError: The new decoder has other shapes or dtypes.
+            RuntimeError: Requests are running, whose keys and values are the old weights'.
+        """
+        if self._scheduler.running:
+            raise RuntimeError(
+                f"{len(self._scheduler.running)} requests are running on the old weights: "
+                "finish or abort them first"
+            )
+        old, new = jax.eval_shape(lambda: self.decoder), jax.eval_shape(lambda: decoder)
+        if jax.tree.structure(old) != jax.tree.structure(new) or jax.tree.leaves(
+            old
+        ) != jax.tree.leaves(new):
+            raise ValueError(
+                "the new weights differ from the old ones in structure, shape or dtype"
+            )
+        self.decoder = decoder
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams, stops: tuple[int, ...]) -> None:
+        vocab_size = self.decoder.vocab_size
+        if not prompt:
+            raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")
+        if not all(0 <= token < vocab_size for token in prompt):
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
+        if len(prompt) >= self.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
+                f"{self.max_length}: the pool holds {self.capacity} tokens "
+                f"({self.num_pages} pages of {self.page_size}), and one more need not be stored. "
+                "Shorten the prompt, or raise max_length and the KV memory"
+            )
+        if len(stops) > NUM_STOP_IDS:
+            raise ValueError(f"{len(stops)} stop tokens; a request may have {NUM_STOP_IDS}")
+
+    def _admit(self) -> None:
+        admitted = self._scheduler.admit()
+        if not admitted:
+            return
+        is_new, requests = rows_of(
+            admitted, self._scheduler.num_slots, self.max_length, engine_seed=self._seed
+        )
+        self._slots = admit_jit(self._slots, is_new, requests, processor=self._processor)
+
+    def _prefill(self) -> list[tuple[dict[int, int], PromptLogprobs]]:
+        """Stores the prompts of what was admitted; returns device arrays not yet fetched."""
+        outputs = []
+        num_slots = self._scheduler.num_slots
+        while plan := self._scheduler.next_prefill():
+            q_lens, num_rows = plan
+            wanted = any(self._wants_prompt_logprobs(slot) for slot in q_lens)
+            self._cache, _, logprobs = prefill_step_jit(
+                self.decoder, self._cache, self._slots,
+                np.array([q_lens.get(slot, 0) for slot in range(num_slots)], np.int32),
+                num_rows=num_rows, num_prompt_logprobs=MAX_LOGPROBS if wanted else None,
+            )  # fmt: skip
+            if wanted:
+                outputs.append((q_lens, logprobs))
+            for slot, q_len in q_lens.items():
+                self._scheduler.running[slot].num_stored += q_len
+            self.stats.prefill_tokens += sum(q_lens.values())
+        jax.block_until_ready(
+            self._cache[0][1].lengths
+        )  # so that prefill and decode are told apart
+        return outputs
+
+    def _wants_prompt_logprobs(self, slot: int) -> bool:
+        request = self._scheduler.running[slot]
+        return request.params.prompt_logprobs is not None and not request.knows_prompt_logprobs
+
+    def _take_news(self, burst: Burst) -> list[Request]:
+        changed = []
+        for slot, request in list(self._scheduler.running.items()):
+            is_new = take_tokens(request, burst.news, slot)
+            self.stats.decode_tokens += int(burst.news.counts[slot])
+            request.num_stored = request.num_tokens - 1
+            if is_new or request.finish_reason:
+                changed.append(request)
+        self._note_peak()
+        for slot, request in list(self._scheduler.running.items()):
+            if request.finish_reason:
+                del self._scheduler.running[slot]
+        return changed
+
+    def _note_peak(self) -> None:
+        num_pages = self._scheduler.num_pages_held
+        if num_pages > self.stats.peak_pages:
+            self.stats.peak_pages = num_pages
+            self.stats.peak_tokens = sum(r.num_stored for r in self._scheduler.running.values())
+
+    def _release(self, slot: int) -> None:
+        done = np.arange(self._scheduler.num_slots) == slot
+        self._cache, self._slots, _ = release_step_jit(self._cache, self._slots, done)

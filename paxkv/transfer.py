@@ -1,0 +1,106 @@
+"""Between host and device: requests become rows of arrays, and news become tokens."""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from paxkv.request import FinishReason, TokenLogprob
+from paxkv.sampling import request_key
+from paxkv.scheduler import Request
+from paxkv.slots import Finish, News, Requests, idle_requests
+from paxkv.steps import PromptLogprobs
+
+NUM_STOP_IDS = 16  # stop tokens of one request
+
+_REASONS: dict[int, FinishReason] = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.ERROR: "error",
+}
+
+
+def rows_of(
+    admitted: Mapping[int, Request], num_slots: int, max_length: int, *, engine_seed: int
+) -> tuple[np.ndarray, Requests]:
+    """The rows of requests that were given slots.
+
+    Returns:
+        `bool[B]`, which rows they are, and the rows, as arrays of the host. Others are idle.
+    """
+    rows = jax.tree.map(np.array, idle_requests(num_slots, max_length, NUM_STOP_IDS))
+    is_new = np.zeros(num_slots, bool)
+    for slot, request in admitted.items():
+        is_new[slot] = True
+        _fill_row(rows, slot, request, engine_seed)
+    return is_new, rows
+
+
+def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> None:
+    params, tokens = request.params, request.prompt + request.output
+    rows.tokens[slot, : len(tokens)] = tokens
+    rows.prompt_lens[slot] = len(request.prompt)
+    rows.num_tokens[slot] = len(tokens)
+    rows.max_num_tokens[slot] = request.max_num_tokens
+    rows.wants_logprobs[slot] = params.logprobs is not None
+    sampling, settings = rows.sampling, rows.settings
+    sampling.temperature[slot] = params.temperature
+    sampling.top_k[slot] = max(params.top_k, 0)
+    sampling.top_p[slot] = params.top_p
+    sampling.min_p[slot] = params.min_p
+    sampling.key[slot] = request_key(params.seed, request.id, engine_seed)
+    settings.repetition_penalty[slot] = params.repetition_penalty
+    settings.presence_penalty[slot] = params.presence_penalty
+    settings.frequency_penalty[slot] = params.frequency_penalty
+    settings.min_tokens[slot] = params.min_tokens
+    settings.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+    for column, (token, bias) in enumerate(params.logit_bias):
+        settings.bias_ids[slot, column] = token
+        settings.bias_values[slot, column] = bias
+
+
+def take_tokens(request: Request, news: News, slot: int) -> bool:
+    """Adds what a slot has sampled to its request; whether there was anything."""
+    count = int(news.counts[slot])
+    request.output += news.tokens[slot, :count].tolist()
+    if request.params.logprobs is not None:
+        for i in range(count):
+            request.logprobs.append(
+                _token_logprob(
+                    int(news.tokens[slot, i]),
+                    news.logprobs[slot, i],
+                    news.top_ids[slot, i, : request.params.logprobs],
+                    news.top_logprobs[slot, i, : request.params.logprobs],
+                )
+            )
+    request.finish_reason = _REASONS.get(int(news.finish[slot]), request.finish_reason)
+    return count > 0
+
+
+def take_prompt_logprobs(
+    running: Mapping[int, Request], q_lens: Mapping[int, int], logprobs: PromptLogprobs
+) -> None:
+    """Adds the log-probabilities of a prefill call's rows to the requests that want them."""
+    row = 0
+    for slot, q_len in sorted(q_lens.items()):  # packed in the order of slots
+        request = running[slot]
+        wanted, known = request.params.prompt_logprobs, request.prompt_logprobs
+        if wanted is not None and not request.knows_prompt_logprobs:
+            # Row i of the prompt tells of token i + 1.
+            for i, token in enumerate(request.prompt[len(known) : len(known) + q_len], row):
+                known.append(
+                    _token_logprob(
+                        token,
+                        logprobs.logprobs[i],
+                        logprobs.top_ids[i, :wanted],
+                        logprobs.top_logprobs[i, :wanted],
+                    )
+                )
+        row += q_len
+
+
+def _token_logprob(
+    token: int, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+) -> TokenLogprob:
+    top = zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
+    return TokenLogprob(token_id=token, logprob=float(logprob), top=tuple(top))
