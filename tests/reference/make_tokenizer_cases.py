@@ -1,4 +1,4 @@
-"""Writes smollm2_tokenizer_cases.json: texts, and the ids that transformers gives them.
+"""Writes tests/data/smollm2_tokenizer.json: texts, and the ids that transformers gives them.
 
     python tests/reference/make_tokenizer_cases.py PATH_OF_SMOLLM2_GGUF
 
@@ -123,7 +123,7 @@ def main() -> None:
         ids = tokenizer.encode(text)
         decoded = tokenizer.decode(ids, skip_special_tokens=True)
         cases.append({"text": text, "ids": ids, "decoded": decoded})
-    target = Path(__file__).with_name("smollm2_tokenizer_cases.json")
+    target = Path(__file__).parents[1] / "data" / "smollm2_tokenizer.json"
     target.write_text("[\n" + ",\n".join(map(json.dumps, cases)) + "\n]\n")
 
 
