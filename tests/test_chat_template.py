@@ -37,6 +37,7 @@ def test_conversation_is_written_as_the_template_says():
         ("{{ bos_token }}{{ tools is none }}{{ missing is defined }}", "<s>TrueFalse"),
         ("{% set ns = namespace(n=0) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
         ("{{ colour }}", "red"),
+        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aHib"),
     ],
 )
 def test_template_finds_what_hugging_face_offers(template: str, expected: str):
@@ -105,7 +106,7 @@ def test_callers_messages_stay_as_they_were():
 
 
 def test_messages_of_other_types_are_refused():
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="^messages may hold JSON"):
         _render(CHATML, [{"role": "user", "content": object()}])
 
 
