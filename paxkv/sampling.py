@@ -1,27 +1,27 @@
 """Chooses the next token of every slot at once.
 
-The order of the cuts is that of `transformers`: the temperature divides the logits, then `top_k`,
-then `top_p` of what top-k left (renormalised), then `min_p` relative to the best token. Each cut
-keeps the tokens whose logit reaches some threshold, so tokens of equal logit stay or go together:
-a tie at the edge of top-k keeps them all.
+The order of the cuts is that of `transformers`: the temperature divides the logits; `top_k` keeps
+the k best tokens; `top_p` keeps the fewest best ones that reach a share p of what top-k left;
+`min_p` drops tokens below a share of the best one's probability. Of tokens with equal logits the
+one with the lower id ranks first, so a cut through a tie is the same every time.
 
-Nothing is sorted (a sort of `[B, V]` costs more than a decode step on a CPU). A threshold is found
-by bisection over the bit patterns of the logits' distances from the best one, which are ordered
-like the distances themselves, and every stage is skipped when no row asks for it.
+Nothing is sorted: on a CPU, a sort of `[B, V]` costs more than a decode step. Rows with a small
+top-k are served from their few best tokens. The others are sampled by rejection, as in FlashInfer:
+a token is drawn from all, its rank and the probability before it are counted, and if a cut forbids
+it the next draw is from the tokens before it. Whatever no row asks for is skipped.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_CHUNK_TOKENS = 256  # tokens summed together before one is drawn: about the root of V
-_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it, division flushes to 0 / 0
-_INFINITY_BITS = 0x7F800000  # of float32; the largest pattern of a distance
-_ENTROPY_BITS = 64  # of a raw key
+_FEW = 64  # a top-k up to this is taken from a short list; models recommend 20 to 64
+_CHUNK_TOKENS = 256  # weights summed together before one is drawn: about the root of V
+_TINY = float(np.finfo(np.float32).tiny)  # below it, float32 is flushed to 0
+_INFINITY_BITS = 0x7F800000  # of float32
 
 
 @jax.tree_util.register_dataclass
@@ -54,9 +54,9 @@ def request_key(seed: int | None, request_index: int, engine_seed: int = 0) -> n
     request it is. One without a seed has a key of its own, drawn from the engine's seed.
     """
     if seed is None:
-        entropy = (engine_seed % 2**_ENTROPY_BITS, request_index)
+        entropy = (engine_seed % 2**64, request_index)
         return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
-    high, low = divmod(seed % 2**_ENTROPY_BITS, 2**32)
+    high, low = divmod(seed % 2**64, 2**32)
     return np.array([high, low], np.uint32)
 
 
@@ -76,18 +76,32 @@ def sample(logits: jax.Array, sampling: Sampling, index: jax.Array) -> tuple[jax
         whose best logit is infinite could not; its token is 0.
     """
     logits = logits.astype(jnp.float32)
-    best = jnp.max(logits, axis=-1)  # NaN where the row holds one
+    # XLA's maximum on CPUs may pass over a NaN, so that is made infinite first.
+    best = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
     ok = jnp.isfinite(best)
-    is_drawn = ok & (sampling.temperature >= _MIN_TEMPERATURE)
     tokens = jnp.where(ok, _first_at(logits, best), 0)
+    is_drawn = ok & (sampling.temperature >= _TINY)
+    is_few = is_drawn & (sampling.top_k > 0) & (sampling.top_k <= _FEW)
+
+    def distances(logits: jax.Array) -> jax.Array:
+        """How far logits lie below the row's best, over the temperature: 0 to infinity."""
+        temperature = jnp.where(is_drawn, sampling.temperature, 1.0)
+        return (best[:, None] - logits) / temperature[:, None]
+
+    def draw_from_few() -> jax.Array:
+        few_logits, few_ids = lax.top_k(logits, min(_FEW, logits.shape[1]))
+        column = _draw_from_sorted(distances(few_logits), sampling, keys)
+        return jnp.take_along_axis(few_ids, column[:, None], axis=-1)[:, 0]
+
+    def draw_from_all() -> jax.Array:
+        return _draw_by_rejection(distances(logits), sampling, keys, is_drawn & ~is_few)
 
     def draw() -> jax.Array:
-        temperature = jnp.where(is_drawn, sampling.temperature, 1.0)
-        distances = (best[:, None] - logits) / temperature[:, None]  # [0, inf], first cannot be nan
-        distances = jnp.where(is_drawn[:, None], distances, 0.0)
-        weights = _cut(distances, sampling, is_drawn)
-        return jnp.where(is_drawn, _draw(weights, _uniforms(sampling.key, index)), tokens)
+        few = lax.cond(jnp.any(is_few), draw_from_few, lambda: tokens)
+        rest = lax.cond(jnp.any(is_drawn & ~is_few), draw_from_all, lambda: tokens)
+        return jnp.where(is_few, few, jnp.where(is_drawn, rest, tokens))
 
+    keys = _token_keys(sampling.key, index)
     return lax.cond(jnp.any(is_drawn), draw, lambda: tokens), ok
 
 
@@ -118,94 +132,119 @@ def _first_at(values: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(values == wanted[:, None], columns, values.shape[1]), axis=-1)
 
 
-def _cut(distances: jax.Array, sampling: Sampling, is_drawn: jax.Array) -> jax.Array:
-    """Unnormalised probabilities `f32[B, V]` of distances `f32[B, V]`: 0 where cut, best 1."""
-    bits = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)  # abs: -0.0 is 0.0
-    weights = jnp.exp(-distances)
-    keep_all = jnp.full(is_drawn.shape, _INFINITY_BITS, jnp.int32)
-
-    def count(threshold: jax.Array) -> jax.Array:
-        return jnp.sum(bits <= threshold[:, None], axis=-1, dtype=jnp.int32)
-
-    def mass(threshold: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(bits <= threshold[:, None], weights, 0.0), axis=-1)
-
-    def top_k() -> jax.Array:
-        return _smallest(count, sampling.top_k, count, has_top_k)
-
-    def top_p() -> jax.Array:
-        return _smallest(mass, sampling.top_p * mass(within_top_k), count, has_top_p)
-
-    has_top_k = is_drawn & (sampling.top_k > 0) & (sampling.top_k < distances.shape[1])
-    has_top_p = is_drawn & (sampling.top_p < 1.0)
-    within_top_k = lax.cond(jnp.any(has_top_k), top_k, lambda: keep_all)
-    within_top_p = lax.cond(jnp.any(has_top_p), top_p, lambda: keep_all)
-    threshold = jnp.minimum(within_top_k, within_top_p)
-    is_kept = (bits <= threshold[:, None]) & (weights >= sampling.min_p[:, None])
-    return jnp.where(is_kept, weights, 0.0)
+def _draw_from_sorted(distances: jax.Array, sampling: Sampling, keys: jax.Array) -> jax.Array:
+    """Columns `i32[B]` drawn from the best tokens' distances `f32[B, n]`, best first; n >= k."""
+    columns = lax.broadcasted_iota(jnp.int32, distances.shape, 1)
+    weights = jnp.where(columns < sampling.top_k[:, None], jnp.exp(-distances), 0.0)
+    upto = jnp.cumsum(weights, axis=-1)
+    is_kept = upto - weights < sampling.top_p[:, None] * upto[:, -1:]
+    is_kept &= weights >= sampling.min_p[:, None]
+    is_kept |= columns == 0
+    return _draw_column(jnp.where(is_kept, weights, 0.0), _uniforms(keys, 0)[:, 0])
 
 
-def _smallest(
-    measure: Callable[[jax.Array], jax.Array],
-    wanted: jax.Array,
-    count: Callable[[jax.Array], jax.Array],
-    is_asked: jax.Array,
+def _draw_by_rejection(
+    distances: jax.Array, sampling: Sampling, keys: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
-    """The smallest threshold whose measure reaches `wanted`, as bits.
+    """Tokens `i32[B]` drawn from all tokens' distances `f32[B, V]` in the rows `is_drawn`."""
+    num_slots, vocab_size = distances.shape
+    columns = lax.broadcasted_iota(jnp.int32, distances.shape, 1)
+    weights = jnp.exp(-distances)  # the best is 1
+    has_top_k = is_drawn & (sampling.top_k > 0) & (sampling.top_k < vocab_size)
+    has_top_p = is_drawn & (sampling.top_p < 1.0)
 
-    Args:
-        measure: Of the tokens within a threshold `i32[B]`; grows with it.
-        wanted: `[B]`.
-        count: How many tokens are within a threshold. The search of a row ends when one token
-            is left between its bounds, which takes half the steps that its bits would.
-        is_asked: `bool[B]`. Other rows keep everything.
-    """
+    def is_before(distance: jax.Array, token: jax.Array) -> jax.Array:
+        """`bool[B, V]`: what ranks before a token `i32[B]` at a distance `f32[B]`."""
+        ties = (distances == distance[:, None]) & (columns < token[:, None])
+        return (distances < distance[:, None]) | ties
 
-    def is_open(low: jax.Array, high: jax.Array, between: jax.Array) -> jax.Array:
-        return is_asked & (high - low > 1) & (between > 1)
+    def top_p_mass() -> jax.Array:
+        whole = jnp.sum(weights, axis=-1)
+        within_k = lax.cond(
+            jnp.any(has_top_k & has_top_p),
+            lambda: _weight_of_best(distances, sampling.top_k),
+            lambda: whole,
+        )
+        # The best token has nothing before it, which a share of 0 would not allow.
+        return jnp.maximum(sampling.top_p, _TINY) * jnp.where(has_top_k, within_k, whole)
 
-    def step(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        low, high, count_low, count_high = bounds
-        middle = low + (high - low) // 2
-        count_middle = count(middle)
-        reaches = measure(middle) >= wanted
-        is_searched = is_open(low, high, count_high - count_low)
-        up, down = is_searched & ~reaches, is_searched & reaches
+    def is_past_top_k(distance: jax.Array, token: jax.Array) -> jax.Array:
+        rank = jnp.sum(is_before(distance, token), axis=-1, dtype=jnp.int32)
+        return has_top_k & (rank >= sampling.top_k)
+
+    def is_past_top_p(distance: jax.Array, token: jax.Array) -> jax.Array:
+        mass_before = jnp.sum(jnp.where(is_before(distance, token), weights, 0.0), axis=-1)
+        return has_top_p & (mass_before >= allowed_mass)
+
+    def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        number, distance, token, is_open = state
+        is_kept = is_before(distance, token) & (weights >= sampling.min_p[:, None])
+        drawn = _draw_token(jnp.where(is_kept, weights, 0.0), _uniforms(keys, number))
+        drawn_distance = jnp.take_along_axis(distances, drawn[:, None], axis=-1)[:, 0]
+        place = drawn_distance, drawn
+        is_rejected = lax.cond(jnp.any(has_top_k), is_past_top_k, lambda *_: no, *place)
+        is_rejected |= lax.cond(jnp.any(has_top_p), is_past_top_p, lambda *_: no, *place)
         return (
-            jnp.where(up, middle, low),
-            jnp.where(down, middle, high),
-            jnp.where(up, count_middle, count_low),
-            jnp.where(down, count_middle, count_high),
+            number + 1,
+            jnp.where(is_open, drawn_distance, distance),
+            jnp.where(is_open, drawn, token),
+            is_open & is_rejected,
         )
 
-    low = jnp.full(is_asked.shape, -1, jnp.int32)  # no token is within it
-    high = jnp.full(is_asked.shape, _INFINITY_BITS, jnp.int32)  # every token is
-    bounds = (low, high, jnp.zeros_like(low), count(high))
-    bounds = lax.while_loop(lambda b: jnp.any(is_open(b[0], b[1], b[3] - b[2])), step, bounds)
-    return bounds[1]
+    no = jnp.zeros_like(is_drawn)
+    allowed_mass = lax.cond(jnp.any(has_top_p), top_p_mass, lambda: jnp.ones_like(sampling.top_p))
+    # What the next draw must rank before: at first, anything does.
+    distance = jnp.full(num_slots, jnp.inf, jnp.float32)
+    token = jnp.full(num_slots, vocab_size, jnp.int32)
+    start = (jnp.zeros((), jnp.int32), distance, token, is_drawn)
+    return lax.while_loop(lambda state: jnp.any(state[3]), attempt, start)[2]
 
 
-def _uniforms(keys: jax.Array, index: jax.Array) -> jax.Array:
-    """Two numbers in [0, 1) for token `index` of each request, `f32[B, 2]`."""
+def _weight_of_best(distances: jax.Array, k: jax.Array) -> jax.Array:
+    """The summed weight `f32[B]` of the `i32[B]` best tokens of each row, by bisection.
 
-    def of_request(key: jax.Array, index: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(key, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, index), (2,))
+    Bit patterns of floats from 0 up are ordered like the floats: 31 halvings find the k-th.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)  # abs: -0.0 becomes 0.0
 
-    return jax.vmap(of_request)(keys, index)
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # fewer than k tokens within low, k or more within high
+        middle = low + (high - low) // 2
+        reaches = jnp.sum(bits <= middle[:, None], axis=-1, dtype=jnp.int32) >= k
+        return jnp.where(reaches, low, middle), jnp.where(reaches, middle, high)
+
+    low, high = jnp.full_like(k, -1), jnp.full_like(k, _INFINITY_BITS)
+    low, high = lax.fori_loop(0, 31, halve, (low, high))
+    is_before = bits < high[:, None]
+    num_tied = k - jnp.sum(is_before, axis=-1, dtype=jnp.int32)
+    tied = jnp.exp(-lax.bitcast_convert_type(high, jnp.float32)) * num_tied.astype(jnp.float32)
+    return jnp.sum(jnp.where(is_before, jnp.exp(-distances), 0.0), axis=-1) + tied
 
 
-def _draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Token ids `i32[B]` by weights `f32[B, V]`: first a chunk of tokens, then one within it."""
+def _token_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
+    """The keys of token `index` of each request, from raw key data `u32[B, 2]`."""
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), index)
+
+
+def _uniforms(keys: jax.Array, number: jax.Array | int) -> jax.Array:
+    """Two numbers in [0, 1) for attempt `number` of each token, `f32[B, 2]`."""
+    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys)
+
+
+def _draw_token(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """Token ids `i32[B]` by weights `f32[B, V]`: first a chunk of tokens, then one within it.
+
+    One uniform for each, since the 2^23 values of one are fewer than a fine distribution needs.
+    """
     num_slots, vocab_size = weights.shape
     padding = -vocab_size % _CHUNK_TOKENS
     chunks = jnp.pad(weights, ((0, 0), (0, padding))).reshape(num_slots, -1, _CHUNK_TOKENS)
-    chunk = _draw_one(jnp.sum(chunks, axis=-1), uniforms[:, 0])
+    chunk = _draw_column(jnp.sum(chunks, axis=-1), uniforms[:, 0])
     within = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
-    return chunk * _CHUNK_TOKENS + _draw_one(within, uniforms[:, 1])
+    return chunk * _CHUNK_TOKENS + _draw_column(within, uniforms[:, 1])
 
 
-def _draw_one(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+def _draw_column(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Columns `i32[B]` of `f32[B, n]` where the running sum passes the uniform's share of it.
 
     Sums are rounded, so a column of weight 0 is ruled out by its weight, and the last column that
