@@ -73,7 +73,8 @@ class RopeConfig:
                 f"rope_type {scaling!r} is not supported; supported are {', '.join(_SETTINGS)}"
             )
         block.pop("rope_theta", None)
-        if block.pop("partial_rotary_factor", 1.0) != 1.0:
+        shares = [block.pop("partial_rotary_factor", 1), config.get("partial_rotary_factor", 1)]
+        if any(share not in (1, None) for share in shares):
             raise ValueError("partial_rotary_factor other than 1 is not supported")
         used = _SETTINGS[scaling]
         if missing := [name for name in used if name not in block]:
