@@ -106,7 +106,7 @@ def test_callers_messages_stay_as_they_were():
 
 
 def test_messages_of_other_types_are_refused():
-    with pytest.raises(ValueError, match="^messages may hold JSON"):
+    with pytest.raises(ValueError, match=r"^messages may hold JSON"):
         _render(CHATML, [{"role": "user", "content": object()}])
 
 

@@ -9,9 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CORE_TESTS = [
     "tests/test_block_table.py",
+    "tests/test_cache.py",
+    "tests/test_llama.py",
+    "tests/test_logits_processors.py",
     "tests/test_page_pool.py",
     "tests/test_sampling.py",
-    "tests/test_cache.py",
 ]
 
 
