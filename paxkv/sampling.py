@@ -47,6 +47,25 @@ def greedy_sampling(num_slots: int) -> Sampling:
     )
 
 
+def same_sampling(
+    num_slots: int,
+    key: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Sampling:
+    """The settings of `num_slots` slots that sample alike, each with a key split off `key`."""
+    return Sampling(
+        temperature=jnp.full(num_slots, temperature, jnp.float32),
+        top_k=jnp.full(num_slots, top_k, jnp.int32),
+        top_p=jnp.full(num_slots, top_p, jnp.float32),
+        min_p=jnp.full(num_slots, min_p, jnp.float32),
+        key=jax.random.key_data(jax.random.split(key, num_slots)),
+    )
+
+
 def request_key(seed: int | None, request_index: int, engine_seed: int = 0) -> np.ndarray:
     """The raw key of one request, `u32[2]`, made on the host.
 
@@ -138,7 +157,7 @@ def _draw_from_sorted(distances: jax.Array, sampling: Sampling, keys: jax.Array)
     weights = jnp.where(columns < sampling.top_k[:, None], jnp.exp(-distances), 0.0)
     upto = jnp.cumsum(weights, axis=-1)
     is_kept = upto - weights < sampling.top_p[:, None] * upto[:, -1:]
-    is_kept &= weights >= sampling.min_p[:, None]
+    is_kept &= distances <= _max_distance(sampling)[:, None]
     is_kept |= columns == 0
     return _draw_column(jnp.where(is_kept, weights, 0.0), _uniforms(keys, 0)[:, 0])
 
@@ -146,79 +165,123 @@ def _draw_from_sorted(distances: jax.Array, sampling: Sampling, keys: jax.Array)
 def _draw_by_rejection(
     distances: jax.Array, sampling: Sampling, keys: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
-    """Tokens `i32[B]` drawn from all tokens' distances `f32[B, V]` in the rows `is_drawn`."""
+    """Tokens `i32[B]` drawn from all tokens' distances `f32[B, V]` in the rows `is_drawn`.
+
+    Weights are computed from the distances wherever they are needed: that is faster than to
+    write and read `[B, V]` of them.
+    """
     num_slots, vocab_size = distances.shape
-    columns = lax.broadcasted_iota(jnp.int32, distances.shape, 1)
-    weights = jnp.exp(-distances)  # the best is 1
+    padding = ((0, 0), (0, -vocab_size % _CHUNK_TOKENS))
+    chunks = jnp.pad(distances, padding, constant_values=jnp.inf)
+    chunks = chunks.reshape(num_slots, -1, _CHUNK_TOKENS)
+    ids = jnp.arange(chunks[0].size, dtype=jnp.int32).reshape(1, -1, _CHUNK_TOKENS)
     has_top_k = is_drawn & (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     has_top_p = is_drawn & (sampling.top_p < 1.0)
 
-    def is_before(distance: jax.Array, token: jax.Array) -> jax.Array:
-        """`bool[B, V]`: what ranks before a token `i32[B]` at a distance `f32[B]`."""
-        ties = (distances == distance[:, None]) & (columns < token[:, None])
-        return (distances < distance[:, None]) | ties
-
     def top_p_mass() -> jax.Array:
-        whole = jnp.sum(weights, axis=-1)
+        whole = jnp.sum(jnp.exp(-chunks), axis=(1, 2))
         within_k = lax.cond(
             jnp.any(has_top_k & has_top_p),
-            lambda: _weight_of_best(distances, sampling.top_k),
+            lambda: _weight_of_best(distances, sampling.top_k, has_top_k & has_top_p),
             lambda: whole,
         )
         # The best token has nothing before it, which a share of 0 would not allow.
         return jnp.maximum(sampling.top_p, _TINY) * jnp.where(has_top_k, within_k, whole)
 
     def is_past_top_k(distance: jax.Array, token: jax.Array) -> jax.Array:
-        rank = jnp.sum(is_before(distance, token), axis=-1, dtype=jnp.int32)
-        return has_top_k & (rank >= sampling.top_k)
+        is_before = _is_before(chunks, ids, distance, token)
+        return has_top_k & (jnp.sum(is_before, axis=(1, 2), dtype=jnp.int32) >= sampling.top_k)
 
     def is_past_top_p(distance: jax.Array, token: jax.Array) -> jax.Array:
-        mass_before = jnp.sum(jnp.where(is_before(distance, token), weights, 0.0), axis=-1)
-        return has_top_p & (mass_before >= allowed_mass)
+        is_before = _is_before(chunks, ids, distance, token)
+        mass = jnp.sum(jnp.where(is_before, jnp.exp(-chunks), 0.0), axis=(1, 2))
+        return has_top_p & (mass >= allowed_mass)
 
     def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         number, distance, token, is_open = state
-        is_kept = is_before(distance, token) & (weights >= sampling.min_p[:, None])
-        drawn = _draw_token(jnp.where(is_kept, weights, 0.0), _uniforms(keys, number))
-        drawn_distance = jnp.take_along_axis(distances, drawn[:, None], axis=-1)[:, 0]
-        place = drawn_distance, drawn
-        is_rejected = lax.cond(jnp.any(has_top_k), is_past_top_k, lambda *_: no, *place)
-        is_rejected |= lax.cond(jnp.any(has_top_p), is_past_top_p, lambda *_: no, *place)
+
+        def weigh(chunks: jax.Array, ids: jax.Array) -> jax.Array:
+            is_kept = _is_before(chunks, ids, distance, token)
+            is_kept &= chunks <= max_distance[:, None, None]
+            return jnp.where(is_kept, jnp.exp(-chunks), 0.0)  # the best token's is 1
+
+        # First a chunk, then a token within it, each by a uniform of its own: the 2^23 values
+        # of one are fewer than a fine distribution needs.
+        uniforms = _uniforms(keys, number)
+        chunk = _draw_column(jnp.sum(weigh(chunks, ids), axis=-1), uniforms[:, 0])[:, None, None]
+        own = jnp.take_along_axis(chunks, chunk, axis=1)
+        own_ids = chunk * _CHUNK_TOKENS + ids[:, :1]
+        column = _draw_column(weigh(own, own_ids)[:, 0], uniforms[:, 1])[:, None]
+        drawn = (
+            jnp.take_along_axis(own[:, 0], column, axis=1)[:, 0],
+            jnp.take_along_axis(own_ids[:, 0], column, axis=1)[:, 0],
+        )
+        is_rejected = lax.cond(jnp.any(has_top_k), is_past_top_k, lambda *_: no, *drawn)
+        is_rejected |= lax.cond(jnp.any(has_top_p), is_past_top_p, lambda *_: no, *drawn)
         return (
             number + 1,
-            jnp.where(is_open, drawn_distance, distance),
-            jnp.where(is_open, drawn, token),
+            jnp.where(is_open, drawn[0], distance),
+            jnp.where(is_open, drawn[1], token),
             is_open & is_rejected,
         )
 
     no = jnp.zeros_like(is_drawn)
+    max_distance = _max_distance(sampling)
     allowed_mass = lax.cond(jnp.any(has_top_p), top_p_mass, lambda: jnp.ones_like(sampling.top_p))
-    # What the next draw must rank before: at first, anything does.
+    # The place that the next draw must rank before: at first, every token does.
     distance = jnp.full(num_slots, jnp.inf, jnp.float32)
-    token = jnp.full(num_slots, vocab_size, jnp.int32)
+    token = jnp.full(num_slots, ids.size, jnp.int32)
     start = (jnp.zeros((), jnp.int32), distance, token, is_drawn)
     return lax.while_loop(lambda state: jnp.any(state[3]), attempt, start)[2]
 
 
-def _weight_of_best(distances: jax.Array, k: jax.Array) -> jax.Array:
+def _max_distance(sampling: Sampling) -> jax.Array:
+    """How far below the best a token may lie, `f32[B]`, for min-p and at all.
+
+    Weights under exp(-80) would never be drawn, and float32 may flush them to 0 in one
+    computation and not in another.
+    """
+    return jnp.minimum(-jnp.log(sampling.min_p), 80.0)
+
+
+def _is_before(
+    chunks: jax.Array, ids: jax.Array, distance: jax.Array, token: jax.Array
+) -> jax.Array:
+    """What of distances `f32[B, n, C]` and ids ranks before a token `i32[B]` at `f32[B]`."""
+    distance, token = distance[:, None, None], token[:, None, None]
+    return (chunks < distance) | ((chunks == distance) & (ids < token))
+
+
+def _weight_of_best(distances: jax.Array, k: jax.Array, is_asked: jax.Array) -> jax.Array:
     """The summed weight `f32[B]` of the `i32[B]` best tokens of each row, by bisection.
 
-    Bit patterns of floats from 0 up are ordered like the floats: 31 halvings find the k-th.
+    Bit patterns of floats from 0 up are ordered like the floats, so 31 halvings find the k-th;
+    about 20 do where no token is tied with it.
     """
     bits = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)  # abs: -0.0 becomes 0.0
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # fewer than k tokens within low, k or more within high
-        middle = low + (high - low) // 2
-        reaches = jnp.sum(bits <= middle[:, None], axis=-1, dtype=jnp.int32) >= k
-        return jnp.where(reaches, low, middle), jnp.where(reaches, middle, high)
+    def is_open(low: jax.Array, high: jax.Array, num_within: jax.Array) -> jax.Array:
+        return is_asked & (num_within != k) & (high - low > 1)
 
-    low, high = jnp.full_like(k, -1), jnp.full_like(k, _INFINITY_BITS)
-    low, high = lax.fori_loop(0, 31, halve, (low, high))
-    is_before = bits < high[:, None]
+    def halve(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, num_within = bounds  # fewer than k tokens lie within low, k or more within high
+        middle = low + (high - low) // 2
+        num_middle = jnp.sum(bits <= middle[:, None], axis=-1, dtype=jnp.int32)
+        up = is_open(*bounds) & (num_middle < k)
+        down = is_open(*bounds) & (num_middle >= k)
+        return (
+            jnp.where(up, middle, low),
+            jnp.where(down, middle, high),
+            jnp.where(down, num_middle, num_within),
+        )
+
+    start = jnp.full_like(k, -1), jnp.full_like(k, _INFINITY_BITS), jnp.full_like(k, bits.shape[1])
+    high = lax.while_loop(lambda bounds: jnp.any(is_open(*bounds)), halve, start)[1]
+    kth = jnp.max(jnp.where(bits <= high[:, None], distances, 0.0), axis=-1)
+    is_before = distances < kth[:, None]
     num_tied = k - jnp.sum(is_before, axis=-1, dtype=jnp.int32)
-    tied = jnp.exp(-lax.bitcast_convert_type(high, jnp.float32)) * num_tied.astype(jnp.float32)
-    return jnp.sum(jnp.where(is_before, jnp.exp(-distances), 0.0), axis=-1) + tied
+    before = jnp.sum(jnp.where(is_before, jnp.exp(-distances), 0.0), axis=-1)
+    return before + num_tied.astype(jnp.float32) * jnp.exp(-kth)
 
 
 def _token_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
@@ -229,19 +292,6 @@ def _token_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
 def _uniforms(keys: jax.Array, number: jax.Array | int) -> jax.Array:
     """Two numbers in [0, 1) for attempt `number` of each token, `f32[B, 2]`."""
     return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys)
-
-
-def _draw_token(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Token ids `i32[B]` by weights `f32[B, V]`: first a chunk of tokens, then one within it.
-
-    One uniform for each, since the 2^23 values of one are fewer than a fine distribution needs.
-    """
-    num_slots, vocab_size = weights.shape
-    padding = -vocab_size % _CHUNK_TOKENS
-    chunks = jnp.pad(weights, ((0, 0), (0, padding))).reshape(num_slots, -1, _CHUNK_TOKENS)
-    chunk = _draw_column(jnp.sum(chunks, axis=-1), uniforms[:, 0])
-    within = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
-    return chunk * _CHUNK_TOKENS + _draw_column(within, uniforms[:, 1])
 
 
 def _draw_column(weights: jax.Array, uniform: jax.Array) -> jax.Array:
