@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import paxkv
+
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("paxkv", "models", "pallas_kernels", "LICENSE", "README.md", "pyproject.toml")
 
@@ -63,4 +65,5 @@ def test_wheel_has_licence_types_and_command(wheel: zipfile.ZipFile):
 def test_version_is_that_of_the_project():
     command = [Path(sys.executable).with_name("paxkv"), "--version"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert importlib.metadata.version("paxkv") in result.stdout
+    assert importlib.metadata.version("paxkv") == paxkv.__version__
+    assert paxkv.__version__ in result.stdout
