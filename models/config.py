@@ -4,24 +4,14 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paxkv.models.refusals import (
+    NEUTRAL_IN_GGUF,
+    NEUTRAL_IN_HF,
+    check_architecture,
+    check_full_attention,
+    check_neutral,
+)
 from paxkv.models.rope import RopeConfig
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-
-# Settings that change the numbers, and the values at which they change nothing.
-_NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "pretraining_tp": (1,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "quantization_config": (),
-    "auto_map": (),  # code that the model brings along, which is never run
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +34,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name}={value!r} must be a whole number above 0")
+            if field.type is int:
+                _check_size(field.name, getattr(self, field.name))
+        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be between 0 and 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of "
@@ -67,8 +58,9 @@ class DecoderConfig:
             ValueError: An unsupported architecture, a setting that is missing or that would
                 change the numbers in a way this decoder does not compute.
         """
-        _check_architecture(config.get("architectures"), config.get("model_type"))
-        _check_neutral(config)
+        check_architecture(config.get("architectures"), config.get("model_type"))
+        check_neutral(config, NEUTRAL_IN_HF)
+        check_full_attention(config)
         num_heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
         return cls(
@@ -79,7 +71,7 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
             head_dim=config.get("head_dim") or _whole_share(hidden_size, num_heads),
-            rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
+            rms_norm_eps=_optional(config, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_hf(config),
             max_position=_optional(config, "max_position_embeddings", 2048),
             tie_embeddings=bool(config.get("tie_word_embeddings")),
@@ -116,15 +108,14 @@ class DecoderConfig:
             for key, value in metadata.items()
             if key.startswith("llama.")
         }
-        if settings.get("expert_count"):
-            raise ValueError(f"a mixture of {settings['expert_count']} experts is not supported")
+        check_neutral(settings, NEUTRAL_IN_GGUF)
         num_heads = _required(settings, "attention.head_count")
         hidden_size = _required(settings, "embedding_length")
         head_dim = settings.get("attention.key_length") or _whole_share(hidden_size, num_heads)
         for name in ("attention.value_length", "rope.dimension_count"):
             if settings.get(name, head_dim) != head_dim:
                 raise ValueError(f"{name}={settings[name]} must equal the head size {head_dim}")
-        vocab_size = settings.get("vocab_size") or len(metadata["tokenizer.ggml.tokens"])
+        vocab_size = settings.get("vocab_size") or len(_required(metadata, "tokenizer.ggml.tokens"))
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -163,32 +154,6 @@ class DecoderConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_number
 
 
-def _check_architecture(architectures: Any, model_type: Any) -> None:
-    named = architectures or ["LlamaForCausalLM" if model_type == "llama" else None]
-    if named[0] not in SUPPORTED_ARCHITECTURES or model_type not in ("llama", None):
-        raise ValueError(
-            f"architecture {named[0]} (model_type {model_type!r}) is not supported; supported "
-            f"are {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-
-
-def _check_neutral(config: Mapping[str, Any]) -> None:
-    for name, neutral in _NEUTRAL_SETTINGS.items():
-        value = config.get(name)
-        if value is not None and value not in neutral:
-            raise ValueError(
-                f"{name}={value!r} would change the numbers and is not supported"
-                + (f"; supported is {neutral[0]!r}" if neutral else "")
-            )
-    windows = config.get("use_sliding_window", True) and config.get("sliding_window")
-    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
-    if windows or layer_types:
-        raise ValueError(
-            f"sliding_window={windows}, layer_types {sorted(layer_types)}: only full attention "
-            "is supported"
-        )
-
-
 def _gguf_rope(settings: Mapping[str, Any], divisors: tuple[float, ...]) -> RopeConfig:
     scaling = settings.get("rope.scaling.type", "none")
     factor = settings.get("rope.scaling.factor") or settings.get("rope.scale_linear") or 1.0
@@ -217,7 +182,14 @@ def _optional(settings: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def _check_size(name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number above 0")
+
+
 def _whole_share(hidden_size: int, num_heads: int) -> int:
+    _check_size("hidden_size", hidden_size)
+    _check_size("num_attention_heads", num_heads)
     if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads} and "

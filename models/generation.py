@@ -19,16 +19,24 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
 
+    def __post_init__(self) -> None:
+        if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
+            raise ValueError(f"eos_token_id={self.eos_token_ids} must hold token ids")
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(f"{field.name}={value!r} must be a number")
+
     @classmethod
     def from_hf(
         cls, generation: Mapping[str, Any], config: Mapping[str, Any]
     ) -> "GenerationConfig":
         """Reads `generation_config.json`, and `config.json` for what it leaves open."""
-        settings = {**_named(config, "eos_token_id", "bos_token_id")}
-        settings |= _named(generation, *(field.name for field in dataclasses.fields(cls)))
-        settings |= _named(generation, "eos_token_id")
-        eos = settings.pop("eos_token_id", ())
-        eos = (eos,) if isinstance(eos, int) else tuple(eos)
+        settings = _named(config, "eos_token_id", "bos_token_id")
+        names = (field.name for field in dataclasses.fields(cls)[1:])
+        settings |= _named(generation, "eos_token_id", *names)
+        eos = settings.pop("eos_token_id", [])
+        eos = tuple(eos) if isinstance(eos, list) else (eos,)
         return cls(eos_token_ids=eos, **settings)
 
     @classmethod

@@ -1,6 +1,7 @@
 """A GGUF file of the llama architecture: metadata, and tensors under Hugging Face's names."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -45,9 +46,9 @@ def open_gguf(path: Path) -> GgufFile:
         ValueError: The file is damaged, or a tensor's quantisation cannot be read.
     """
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+    except (ValueError, LookupError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a GGUF file that can be read: {error}") from error
     head_counts = {
         "attn_q": metadata.get("llama.attention.head_count"),
@@ -70,6 +71,20 @@ def open_gguf(path: Path) -> GgufFile:
             decode=_decoder(entry, head_counts.get(part)),
         )
     return GgufFile(metadata=metadata, tensors=tensors, rope_divisors=rope_divisors)
+
+
+class _Reader(gguf.GGUFReader):
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        """As gguf's own, but fast, and refuses what lies past the end of the file.
+
+        Beyond it gguf would find empty arrays, and a damaged count would loop for ever.
+        """
+        if type(self.data) is np.memmap:
+            self.data = np.asarray(self.data)  # the same memory; slices cost a third
+        end = offset + int(count) * np.dtype(dtype).itemsize
+        if end > self.data.size:
+            raise ValueError(f"it ends before byte {end}")
+        return super()._get(offset, dtype, count, override_order)
 
 
 def _hf_name(name: str) -> str:
@@ -102,10 +117,11 @@ def _decoder(entry: gguf.ReaderTensor, num_heads: int | None) -> Callable[[np.nd
     return decode
 
 
+@functools.cache
 def _is_readable(kind: gguf.GGMLQuantizationType) -> bool:
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     try:
         gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
     except NotImplementedError:
         return False
-    return block_size > 0
+    return True

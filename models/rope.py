@@ -85,8 +85,15 @@ class RopeConfig:
         return cls(theta=base or default_theta, scaling=scaling, **settings)
 
     def __post_init__(self) -> None:
-        numbers = (self.theta, self.factor, self.low_freq_factor, self.original_max_position)
-        if not all(0 < number < math.inf for number in (*numbers, *self.divisors)):
+        numbers = (
+            self.theta,
+            self.factor,
+            self.low_freq_factor,
+            self.high_freq_factor,
+            self.original_max_position,
+            *self.divisors,
+        )
+        if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers):
             raise ValueError(f"RoPE settings must be positive and finite, found {self}")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
@@ -95,8 +102,10 @@ class RopeConfig:
             )
 
 
-def _block(block: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
+def _block(block: Any, layer_type: str | None) -> dict[str, Any]:
     """One RoPE block without empty settings, and its type under one name."""
+    if not isinstance(block, Mapping):
+        raise ValueError(f"RoPE settings {block!r} must be an object")
     if all(isinstance(value, Mapping) for value in block.values()):
         if layer_type is None or layer_type not in block:
             raise ValueError(

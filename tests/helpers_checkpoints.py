@@ -57,6 +57,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     architecture: str = "llama",
     settings: dict[str, int] | None = None,
+    scores: list[float] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """A GGUF file as llama.cpp's converter makes it, q and k rows permuted.
@@ -68,6 +69,7 @@ def write_gguf(
         kind: How matrices are stored; vectors stay float32.
         architecture: What the file claims to be.
         settings: More metadata, whole numbers.
+        scores: Of tokens, an array in the metadata.
         extra: More tensors, by their names in GGUF files.
     """
     num_heads = config["num_attention_heads"]
@@ -94,6 +96,8 @@ def write_gguf(
     writer.add_eos_token_id(config["eos_token_id"])
     for name, value in (settings or {}).items():
         writer.add_uint32(name, value)
+    if scores:
+        writer.add_token_scores(scores)
     for name, tensor in weights.items():
         heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2])
         if heads:

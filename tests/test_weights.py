@@ -261,6 +261,16 @@ def test_generation_settings_come_from_both_files(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "settings", [{"eos_token_id": "x"}, {"eos_token_id": [-1]}, {"temperature": "hot"}]
+)
+def test_generation_settings_of_wrong_types_are_refused(settings, tmp_path):
+    folder = write_folder(tmp_path, CONFIG, make_weights(CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="must"):
+        open_model(folder)
+
+
 def test_bundled_model_is_found_without_importing_its_package():
     path = bundled_model_path()
     assert path is None or (path.suffix == ".gguf" and path.is_file())
@@ -317,6 +327,5 @@ def test_loading_holds_little_more_than_the_weights(dtype, num_layers, tmp_path)
         [sys.executable, "-c", _MEASURE, folder, dtype], check=True, capture_output=True, text=True
     )
     growth_bytes, weight_bytes = map(int, run.stdout.split())
-    print(growth_bytes, weight_bytes)
     spare_bytes = 0 if num_layers == 48 else 32 << 20  # what loading takes whatever the size
     assert growth_bytes < 1.3 * weight_bytes + spare_bytes
