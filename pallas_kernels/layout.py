@@ -32,7 +32,10 @@ def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
         `[R, K, m * S, H]`.
     """
     num_pages, num_kv_heads, page_size, head_dim = pages.shape
-    rows = page_ids[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
+    rows = (
+        page_ids[:, None, :] * num_kv_heads
+        + jnp.arange(num_kv_heads, dtype=page_ids.dtype)[None, :, None]
+    )
     heads = pages.reshape(num_pages * num_kv_heads, page_size, head_dim)
     gathered = heads.at[rows].get(mode="promise_in_bounds")  # [R, K, m, S, H]
     return gathered.reshape(page_ids.shape[0], num_kv_heads, -1, head_dim)

@@ -1,1 +1,102 @@
-"""paxkv: the paged KV cache for JAX."""
+"""paxkv: the paged KV cache for JAX.
+
+`LLM` generates text. `prefill_step` and `decode_loop` do it inside a `jit` of your own, with a
+decoder of your own. `paxkv.pallas_kernels` has the attention alone.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paxkv.block_table import BlockTable, append, init_block_table, release, reserve, truncate
+    from paxkv.cache import (
+        PagedCache,
+        append_all,
+        init_cache,
+        release_all,
+        reserve_all,
+        truncate_all,
+    )
+    from paxkv.causal_view import CausalView
+    from paxkv.decoder import Decoder, LayerGroup
+    from paxkv.engine import Engine
+    from paxkv.integrity import check_integrity
+    from paxkv.llm import LLM, Score, StreamPiece
+    from paxkv.logits_processors import LogitsProcessor, chain, default_processors, stateless
+    from paxkv.page_pool import PagePool, dense_from_pages, init_page_pool, pages_from_dense
+    from paxkv.request import Completion, SamplingParams, TokenLogprob
+    from paxkv.sampling import Sampling, greedy_sampling, same_sampling
+    from paxkv.slots import Finish, Slots, init_slots, requests_from_prompts
+    from paxkv.steps import Burst, decode_loop, decode_step, prefill_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BlockTable",
+    "Burst",
+    "CausalView",
+    "Completion",
+    "Decoder",
+    "Engine",
+    "Finish",
+    "LayerGroup",
+    "LogitsProcessor",
+    "PagePool",
+    "PagedCache",
+    "Sampling",
+    "SamplingParams",
+    "Score",
+    "Slots",
+    "StreamPiece",
+    "TokenLogprob",
+    "append",
+    "append_all",
+    "chain",
+    "check_integrity",
+    "decode_loop",
+    "decode_step",
+    "default_processors",
+    "dense_from_pages",
+    "greedy_sampling",
+    "init_block_table",
+    "init_cache",
+    "init_page_pool",
+    "init_slots",
+    "pages_from_dense",
+    "prefill_step",
+    "release",
+    "release_all",
+    "requests_from_prompts",
+    "reserve",
+    "reserve_all",
+    "same_sampling",
+    "stateless",
+    "truncate",
+    "truncate_all",
+]
+
+# Where each name lives. Names are imported when they are first used, so that who wants only the
+# attention (`paxkv.pallas_kernels`) does not import flax.
+_HOMES = {
+    "block_table": "BlockTable append init_block_table release reserve truncate",
+    "cache": "PagedCache append_all init_cache release_all reserve_all truncate_all",
+    "decoder": "Decoder LayerGroup",
+    "causal_view": "CausalView",
+    "engine": "Engine",
+    "integrity": "check_integrity",
+    "llm": "LLM Score StreamPiece",
+    "logits_processors": "LogitsProcessor chain default_processors stateless",
+    "page_pool": "PagePool dense_from_pages init_page_pool pages_from_dense",
+    "request": "Completion SamplingParams TokenLogprob",
+    "sampling": "Sampling greedy_sampling same_sampling",
+    "slots": "Finish Slots init_slots requests_from_prompts",
+    "steps": "Burst decode_loop decode_step prefill_step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"paxkv.{home}"), name)
+    raise AttributeError(f"module 'paxkv' has no attribute {name!r}")

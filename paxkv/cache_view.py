@@ -4,10 +4,9 @@ import dataclasses
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 
 from paxkv.block_table import BlockTable
-from paxkv.decoder import LayerGroup
+from paxkv.decoder import LayerGroup, group_of
 from paxkv.page_pool import PagePool
 from paxkv.pallas_kernels.attention import paged_attention
 from paxkv.pallas_kernels.reference import Ragged, ragged_rows
@@ -37,7 +36,7 @@ class CacheView:
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Self]:
         """See `paxkv.decoder.Cache.attend`. The layer's group says how far a query sees."""
-        index, place = self._find(layer)
+        index, place = group_of(self.groups, layer)
         pool = self.pools[index]
         result = paged_attention(
             queries, keys, values, pool.k_pages[place], pool.v_pages[place],
@@ -55,14 +54,6 @@ class CacheView:
     def rows(self, num_rows: int) -> Ragged:
         """The slot and position of each of the call's packed rows."""
         return ragged_rows(num_rows, self.cu_q_lens, self.kv_lens)
-
-    def _find(self, layer: int) -> tuple[int, int]:
-        """The group a layer belongs to, and its place in the group's pool."""
-        for index, group in enumerate(self.groups):
-            if layer in group.layers:
-                return index, group.layers.index(layer)
-        named = sorted(layer for group in self.groups for layer in group.layers)
-        raise ValueError(f"{layer=} is in none of the decoder's layer_groups, which name {named}")
 
 
 def _replaced[T](items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:

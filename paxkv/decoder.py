@@ -25,6 +25,7 @@ padding hold token 0 at position 0, and what is computed for them is dropped.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol, Self, runtime_checkable
 
 import jax
@@ -41,6 +42,19 @@ class LayerGroup:
     num_kv_heads: int  # K
     head_dim: int  # H
     window: int | None = None  # tokens a query sees, itself counted; None is all before it
+
+
+def group_of(groups: Sequence[LayerGroup], layer: int) -> tuple[int, int]:
+    """The group that a layer belongs to, and its place there.
+
+    Raises:
+        ValueError: No group names it.
+    """
+    for index, group in enumerate(groups):
+        if layer in group.layers:
+            return index, group.layers.index(layer)
+    named = sorted(layer for group in groups for layer in group.layers)
+    raise ValueError(f"{layer=} is in none of the decoder's layer_groups, which name {named}")
 
 
 class Cache(Protocol):

@@ -24,7 +24,6 @@ from paxkv.steps import (
     prefill_step_jit,
     release_step_jit,
 )
-
 from paxkv.transfer import NUM_STOP_IDS, rows_of, take_prompt_logprobs, take_tokens
 
 

@@ -160,7 +160,7 @@ def admit(
     *,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
 ) -> Slots:
-    """Puts the requests of the rows in `is_new` (`bool[B]`) into their slots, which must be idle."""
+    """Puts requests into the idle slots in `is_new` (`bool[B]`)."""
     return dataclasses.replace(
         slots,
         requests=choose_rows(is_new, requests, slots.requests),

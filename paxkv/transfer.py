@@ -13,7 +13,8 @@ from paxkv.steps import PromptLogprobs
 
 NUM_STOP_IDS = 16  # stop tokens of one request
 
-_REASONS: dict[int, FinishReason] = {
+_REASONS: dict[int, FinishReason | None] = {
+    Finish.NOT: None,
     Finish.STOP: "stop",
     Finish.LENGTH: "length",
     Finish.ERROR: "error",
@@ -44,6 +45,7 @@ def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> 
     rows.max_num_tokens[slot] = request.max_num_tokens
     rows.wants_logprobs[slot] = params.logprobs is not None
     sampling, settings = rows.sampling, rows.settings
+    assert params.top_k is not None, "params must be settled, see SamplingParams.with_defaults"
     sampling.temperature[slot] = params.temperature
     sampling.top_k[slot] = max(params.top_k, 0)
     sampling.top_p[slot] = params.top_p
@@ -54,7 +56,7 @@ def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> 
     settings.frequency_penalty[slot] = params.frequency_penalty
     settings.min_tokens[slot] = params.min_tokens
     settings.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
-    for column, (token, bias) in enumerate(params.logit_bias):
+    for column, (token, bias) in enumerate(tuple(params.logit_bias)):
         settings.bias_ids[slot, column] = token
         settings.bias_values[slot, column] = bias
 
@@ -73,7 +75,7 @@ def take_tokens(request: Request, news: News, slot: int) -> bool:
                     news.top_logprobs[slot, i, : request.params.logprobs],
                 )
             )
-    request.finish_reason = _REASONS.get(int(news.finish[slot]), request.finish_reason)
+    request.finish_reason = _REASONS[int(news.finish[slot])]
     return count > 0
 
 
@@ -100,7 +102,7 @@ def take_prompt_logprobs(
 
 
 def _token_logprob(
-    token: int, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    token: int, logprob: jax.Array, top_ids: jax.Array, top_logprobs: jax.Array
 ) -> TokenLogprob:
     top = zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
     return TokenLogprob(token_id=token, logprob=float(logprob), top=tuple(top))

@@ -1,0 +1,245 @@
+"""The command `paxkv`."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import paxkv
+from paxkv.request import Completion, SamplingParams
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="Generate text from a paged KV cache in JAX.",
+    epilog='Start with: paxkv generate "Why do operating systems use pages?"',
+)
+_notes = Console(stderr=True, highlight=False)  # all but the text itself
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A model folder, a .gguf file or a Hugging Face hub id. "
+        "[default: SmolLM2-135M-Instruct, where its package is installed]",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+KVMemory = Annotated[
+    str | None,
+    typer.Option(
+        help='Memory for keys and values, like "512MiB" or "2GB". '
+        "[default: half of what is free, and no more than can be used]",
+        show_default=False,
+    ),
+]
+PageSize = Annotated[int, typer.Option(help="Tokens per page.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"paxkv {paxkv.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer or continue.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="One prompt per line, instead of PROMPT.", show_default=False),
+    ] = None,
+    model: Model = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Ask in the model's chat format, or continue the text as it is. "
+            "[default: chat, where the model has a chat format]",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most, of each prompt.")] = 256,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most likely token. [default: the model's, else 1]"),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens of this mass.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens that stand there already are less likely.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text. May be given several times.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    dtype: Dtype = "bfloat16",
+    kv_memory: KVMemory = None,
+    page_size: PageSize = 16,
+    max_slots: Annotated[int, typer.Option(help="Prompts that are served at once.")] = 32,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
+    ] = False,
+) -> None:
+    """Answer a prompt, or each line of a file.
+
+    One prompt is streamed; many are served together, with a progress bar. Ctrl-C keeps what is
+    done. The text goes to standard output, everything else to standard error.
+
+    Examples:
+        paxkv generate "Why do operating systems use pages?"
+        paxkv generate --raw "Once upon a time" --temperature 0.8 --seed 1
+        paxkv generate --file questions.txt --json > answers.jsonl
+    """
+    if (prompt is None) == (file is None):
+        raise _Refused("give either a PROMPT or --file, a file with one prompt per line")
+    with _errors_told():
+        prompts = [prompt] if prompt is not None else _lines(file)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, stop=stop or (), seed=seed,
+        )  # fmt: skip
+        llm = _load(
+            model, dtype=dtype, kv_memory=kv_memory, page_size=page_size,
+            max_slots=max(1, min(max_slots, len(prompts))),
+        )  # fmt: skip
+        if chat or (chat is None and llm.tokenizer and llm.tokenizer.chat_template):
+            prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
+        try:
+            if len(prompts) == 1:
+                _stream(llm, prompts[0], params, as_json=as_json)
+            else:
+                _many(llm, prompts, params, as_json=as_json)
+        except KeyboardInterrupt:
+            _notes.print("\nstopped; what was done stands above")
+            raise typer.Exit(130) from None
+        finally:
+            _notes.print(_summary(llm), style="dim")
+
+
+@app.command()
+def info(model: Model = None, dtype: Dtype = "bfloat16", kv_memory: KVMemory = None) -> None:
+    """Show what a model needs: weights, bytes per token, and what fits in the memory there is."""
+    from paxkv.info import print_info
+
+    with _errors_told():
+        print_info(model, dtype=dtype, kv_memory=kv_memory)
+
+
+def main() -> None:
+    """The entry point of the command `paxkv`."""
+    app()
+
+
+class _Refused(typer.BadParameter):
+    """What the user asked for cannot be; shown without a traceback."""
+
+
+@contextlib.contextmanager
+def _errors_told() -> Iterator[None]:
+    """Turns the library's complaints about input into messages without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        _notes.print(f"[red]error:[/red] {error}", markup=True)
+        raise typer.Exit(2) from error
+
+
+def _lines(file: Path | None) -> list[str]:
+    assert file is not None
+    prompts = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt: write one per line")
+    return prompts
+
+
+def _load(model: str | None, **settings) -> "paxkv.LLM":
+    with _progress() as progress:
+        task = progress.add_task("loading weights", total=None)
+        return paxkv.LLM(
+            model,
+            **settings,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _progress(*columns) -> Progress:
+    shown = [TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn()]
+    return Progress(*shown, console=_notes, transient=True)
+
+
+def _stream(llm: "paxkv.LLM", prompt, params: SamplingParams, *, as_json: bool) -> None:
+    completion = None
+    for piece in llm.stream(prompt, params):
+        completion = piece.completion
+        if not as_json:
+            print(piece.text, end="", flush=True)
+    assert completion is not None
+    print(_as_json(0, completion) if as_json else "", flush=True)
+
+
+def _many(llm: "paxkv.LLM", prompts, params: SamplingParams, *, as_json: bool) -> None:
+    """Prints completions in the order of their prompts, as soon as those before are there."""
+    done: dict[int, Completion] = {}
+    next_index = 0
+    with _progress(MofNCompleteColumn()) as progress:
+        task = progress.add_task("generating", total=len(prompts))
+        try:
+            for index, completion in llm.as_completed(prompts, params):
+                done[index] = completion
+                progress.advance(task)
+                while next_index in done:
+                    _print_one(next_index, done.pop(next_index), as_json=as_json)
+                    next_index += 1
+        except KeyboardInterrupt:
+            for index, completion in sorted(done.items()):
+                _print_one(index, completion, as_json=as_json)
+            raise
+
+
+def _print_one(index: int, completion: Completion, *, as_json: bool) -> None:
+    if as_json:
+        print(_as_json(index, completion), flush=True)
+        return
+    print(f"[{index + 1}] {completion.text}", flush=True)
+    if completion.error:
+        _notes.print(f"prompt {index + 1} was not served: {completion.error}", style="red")
+
+
+def _as_json(index: int, completion: Completion) -> str:
+    return json.dumps({"index": index, **dataclasses.asdict(completion)}, ensure_ascii=False)
+
+
+def _summary(llm: "paxkv.LLM") -> str:
+    engine, stats = llm.engine, llm.engine.stats
+    prefill = stats.prefill_tokens / max(stats.prefill_seconds, 1e-9)
+    decode = stats.decode_tokens / max(stats.decode_seconds, 1e-9)
+    share = stats.peak_tokens / engine.capacity
+    return (
+        f"{stats.prefill_tokens} prompt tokens at {prefill:.0f}/s, "
+        f"{stats.decode_tokens} new tokens at {decode:.1f}/s; "
+        f"{stats.peak_pages} of {engine.num_pages} pages used, "
+        f"tokens in {share:.1%} of the KV memory"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

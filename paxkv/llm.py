@@ -1,0 +1,314 @@
+"""A model with its tokenizer and its cache: text in, text out."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from paxkv.compilation_cache import use_compilation_cache
+from paxkv.config import num_pages_for, pages_of
+from paxkv.decoder import Decoder
+from paxkv.engine import Engine
+from paxkv.logits_processors import LogitsProcessor
+from paxkv.memory import free_bytes, parse_bytes
+from paxkv.models.bundled import name_or_bundled
+from paxkv.models.chat_template import render_chat
+from paxkv.models.generation import GenerationConfig
+from paxkv.models.load import load_model
+from paxkv.models.tokenizer import Tokenizer
+from paxkv.models.weights import OnProgress
+from paxkv.output_text import OutputText
+from paxkv.request import Completion, SamplingParams
+from paxkv.scheduler import Request
+from paxkv.slots import DEFAULT_PROCESSOR
+
+type Prompt = str | Sequence[int]  # text or token ids
+
+_DEFAULT_MAX_LENGTH = 4096  # tokens, where the model can do more
+_STREAM_BURST = 2  # decode steps between two looks of a stream
+_STOP_STRING_BURST = 8  # and where a stop string may make the rest useless
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPiece:
+    """Some more of a streamed answer."""
+
+    text: str
+    completion: Completion | None = None  # the whole answer, with the last piece
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How likely a model finds a text."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # natural, of every token but the first, which nothing predicts
+    perplexity: float  # exp of minus their mean; NaN for a single token
+
+
+class LLM:
+    """Generates text from a paged KV cache.
+
+        llm = paxkv.LLM()  # the bundled SmolLM2-135M-Instruct
+        [completion] = llm.generate("Paging is", SamplingParams(max_tokens=32, temperature=0))
+        print(completion.text)
+
+    Args:
+        model: A model folder, a GGUF file or a Hugging Face hub id; the bundled SmolLM2 when None.
+            Or a decoder of your own (see `paxkv.decoder`), with its `tokenizer` or without.
+        tokenizer: Only for a decoder of your own.
+        dtype: Of weights, activations, keys and values: bfloat16, float16 or float32. A decoder
+            of your own has its weights already.
+        page_size: Tokens per page.
+        kv_memory: Bytes for the cache, as a number or like "2GB". When None, `memory_share` of
+            what is free, and not more than `max_slots` requests of `max_length` can fill.
+        memory_share: See `kv_memory`.
+        max_slots: Requests that run at once.
+        max_length: Prompt and output of one request, in tokens; 4096, or what the model was made
+            for if that is less, when None.
+        max_prefill_tokens: Prompt tokens in one call, a power of two.
+        max_burst: Decode steps between two looks of the host.
+        seed: What requests without a seed of their own draw from.
+        processor: Changes logits before sampling (see `paxkv.logits_processors`).
+        compilation_cache: Keeps compiled programs in the user's cache folder.
+        on_progress: Called with bytes loaded and bytes in all while the weights load.
+
+    Raises:
+        ValueError: The model cannot be read, or not one page fits in the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Decoder | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        dtype: DTypeLike = "bfloat16",
+        page_size: int = 16,
+        kv_memory: int | str | None = None,
+        memory_share: float = 0.5,
+        max_slots: int = 32,
+        max_length: int | None = None,
+        max_prefill_tokens: int = 1024,
+        max_burst: int = 32,
+        seed: int = 0,
+        processor: LogitsProcessor = DEFAULT_PROCESSOR,
+        compilation_cache: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        if compilation_cache:
+            use_compilation_cache()
+        self.generation = GenerationConfig()
+        longest = _DEFAULT_MAX_LENGTH
+        if isinstance(model, str | Path | None):
+            loaded = load_model(name_or_bundled(model), dtype=dtype, on_progress=on_progress)
+            decoder, files = loaded.decoder, loaded.files
+            tokenizer = (
+                Tokenizer.from_folder(files.path)
+                if files.gguf_metadata is None
+                else Tokenizer.from_gguf(files.gguf_metadata)
+            )
+            self.generation = files.generation
+            longest = min(longest, files.config.max_position)
+        else:
+            decoder = model
+        self.tokenizer = tokenizer
+        max_length = max_length or longest
+        num_pages = _num_pages(
+            decoder, dtype, page_size, kv_memory, memory_share,
+            needed=1 + max_slots * pages_of(max_length, page_size),
+        )  # fmt: skip
+        self.engine = Engine(
+            decoder, num_slots=max_slots, max_length=max_length, num_pages=num_pages,
+            page_size=page_size, dtype=dtype, max_prefill_tokens=max_prefill_tokens,
+            max_burst=max_burst, seed=seed, processor=processor,
+        )  # fmt: skip
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continues prompts, as many at a time as there are slots and pages.
+
+        Args:
+            prompts: One or more, as text or token ids.
+            params: For all, or one for each.
+
+        Returns:
+            A completion for each prompt, in their order. One that cannot be served has
+            `finish_reason` "error" and says why in `error`; the others are not disturbed.
+        """
+        prompts = _as_list(prompts)
+        completions = dict(self.as_completed(prompts, params))
+        return [completions[i] for i in range(len(prompts))]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Like `generate`, but yields (index of the prompt, completion) as they end.
+
+        Leaving the loop early drops the requests that have not ended.
+        """
+        prompts = _as_list(prompts)
+        running: dict[Request, tuple[int, OutputText]] = {}
+        try:
+            for i, (prompt, its) in enumerate(zip(prompts, _each(params, prompts), strict=True)):
+                try:
+                    request = self._add(prompt, its)
+                except ValueError as error:
+                    yield i, _refused(prompt, error)
+                else:
+                    running[request] = i, OutputText(request, self.tokenizer)
+            while running:
+                for request in self._step(running.values()):
+                    i, output = running[request]
+                    output.advance()
+                    if self._has_ended(output):
+                        del running[request]
+                        yield i, output.completion()
+        finally:
+            for request in running:
+                self.engine.abort(request)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """Continues one prompt piece by piece.
+
+        No piece ends inside a character, and none is shown that a stop string would take back.
+
+        Raises:
+            ValueError: The prompt cannot be served.
+        """
+        request = self._add(prompt, params or SamplingParams())
+        output = OutputText(request, self.tokenizer)
+        try:
+            while True:
+                self.engine.step(_STREAM_BURST)
+                text = output.advance()
+                if self._has_ended(output):
+                    yield StreamPiece(text=text, completion=output.completion())
+                    return
+                if text:
+                    yield StreamPiece(text=text)
+        finally:
+            self.engine.abort(request)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> Completion:
+        """Answers a conversation of `{"role": ..., "content": ...}` messages."""
+        return self.generate(self.chat_prompt(messages), params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The token ids that the model's chat template makes of a conversation.
+
+        Raises:
+            ValueError: The model has no chat template, or it refuses the messages.
+        """
+        tokenizer = self._needs_tokenizer()
+        text = render_chat(
+            tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
+        """How likely the model finds texts, token by token.
+
+        Raises:
+            ValueError: A text cannot be served.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        return [_score(completion) for completion in self.generate(texts, params)]
+
+    @property
+    def weights(self) -> nnx.State:
+        """The decoder's weights, as `optax` and `set_weights` take them."""
+        return nnx.state(self.engine.decoder)
+
+    def set_weights(self, weights: nnx.State) -> None:
+        """Goes on with other weights of the same shapes and dtypes, without compiling again.
+
+        Raises:
+            ValueError: They have other shapes or dtypes.
+            RuntimeError: Requests are running.
+        """
+        self.engine.set_decoder(nnx.merge(nnx.graphdef(self.engine.decoder), weights))
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        tokens = self._needs_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+        eos = () if params.ignore_eos else self.generation.eos_token_ids
+        return self.engine.add(tokens, params.with_defaults(self.generation), eos)
+
+    def _step(self, running: Iterable[tuple[int, OutputText]]) -> list[Request]:
+        has_stops = any(output.request.params.stop for _, output in running)
+        return self.engine.step(_STOP_STRING_BURST if has_stops else None)
+
+    def _has_ended(self, output: OutputText) -> bool:
+        if output.has_stopped:
+            self.engine.abort(output.request)
+        return output.request.finish_reason is not None
+
+    def _needs_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: give prompts as token ids, or LLM a tokenizer")
+        return self.tokenizer
+
+
+def _num_pages(
+    decoder: Decoder,
+    dtype: DTypeLike,
+    page_size: int,
+    kv_memory: int | str | None,
+    memory_share: float,
+    *,
+    needed: int,
+) -> int:
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"{memory_share=} must be above 0 and at most 1")
+    memory = int(free_bytes() * memory_share) if kv_memory is None else parse_bytes(kv_memory)
+    fits = num_pages_for(memory, decoder.layer_groups, page_size=page_size, dtype=jnp.dtype(dtype))
+    return fits if kv_memory is not None else min(fits, needed)
+
+
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts  # pyright: ignore
+
+
+def _each(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: list[Prompt]
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one, or one each")
+    return params
+
+
+def _refused(prompt: Prompt, error: ValueError) -> Completion:
+    return Completion(
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        prompt_token_ids=[] if isinstance(prompt, str) else list(prompt),
+        error=str(error),
+    )
+
+
+def _score(completion: Completion) -> Score:
+    if completion.error:
+        raise ValueError(f"a text cannot be scored: {completion.error}")
+    assert completion.prompt_logprobs is not None
+    logprobs = [token.logprob for token in completion.prompt_logprobs if token]
+    mean = math.fsum(logprobs) / len(logprobs) if logprobs else math.nan
+    return Score(
+        token_ids=completion.prompt_token_ids, logprobs=logprobs, perplexity=math.exp(-mean)
+    )
