@@ -1,6 +1,6 @@
 """A model folder as Hugging Face has it: JSON files, and weights in safetensors.
 
-The folder is untrusted: nothing in it is run, no file outside it is read.
+The folder is untrusted: nothing in it is run, and no name in it may lead out of it.
 """
 
 import json
@@ -43,7 +43,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if (folder / _INDEX_NAME).exists():
         return _sharded(folder)
-    files = sorted(folder.glob("*.safetensors"))
+    usual = folder / "model.safetensors"
+    files = [usual] if usual.exists() else sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
         return _tensors_of(files[0])
     if files:
