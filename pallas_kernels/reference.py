@@ -155,8 +155,7 @@ def _tile_softmax(
 ) -> _Softmax:
     """The partial softmax of queries `[R, K, Q, H]` over keys and values `[R, K, t, H]`.
 
-    Args:
-        visible: `bool[R, Q, t]` or `bool[R, 1, t]`, which queries see which keys.
+    Which queries see which keys is `visible`, `bool[R, Q, t]` or `bool[R, 1, t]`.
     """
     scores = jnp.einsum("rkqh,rkth->rkqt", queries, keys, preferred_element_type=jnp.float32)
     scores = scores * scale
@@ -258,11 +257,9 @@ def _decode(
 def _merge_into_owners(
     softmax: _Softmax, part: _Softmax, slots: jax.Array, owner: jax.Array
 ) -> _Softmax:
-    """Merges R tiles `[R, K, G]` into the softmaxes `[B, K, G]` of the slots they belong to.
+    """Merges R tiles `[R, K, G]` into the softmaxes `[B, K, G]` of `slots` (`i32[R]`).
 
-    Args:
-        slots: `i32[R]`.
-        owner: `bool[B, R]`, the same as a matrix, all False for tiles to be left out.
+    `owner` (`bool[B, R]`) says the same as a matrix; it is all False for tiles to be left out.
     """
     tops = jnp.where(owner[:, :, None, None], part.top[None], _MASKED)
     top = jnp.maximum(softmax.top, jnp.max(tops, axis=1))
@@ -285,7 +282,7 @@ def _prefill(
     overwritten by the next one, and only rows of padding are left to clear.
     """
     num_rows, num_heads, head_dim = queries.shape
-    num_slots, max_pages = block_tables.shape
+    max_pages = block_tables.shape[1]
     num_kv_heads, page_size = key_pages.shape[1:3]
     group = num_heads // num_kv_heads
     tile_rows = min(_PREFILL_TILE_QUERIES, num_rows)

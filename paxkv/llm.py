@@ -279,8 +279,8 @@ def _num_pages(
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts  # pyright: ignore
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], int) else items
 
 
 def _each(

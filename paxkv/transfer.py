@@ -56,9 +56,9 @@ def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> 
     settings.frequency_penalty[slot] = params.frequency_penalty
     settings.min_tokens[slot] = params.min_tokens
     settings.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
-    for column, (token, bias) in enumerate(tuple(params.logit_bias)):
-        settings.bias_ids[slot, column] = token
-        settings.bias_values[slot, column] = bias
+    biases = dict(params.logit_bias)
+    settings.bias_ids[slot, : len(biases)] = list(biases)
+    settings.bias_values[slot, : len(biases)] = list(biases.values())
 
 
 def take_tokens(request: Request, news: News, slot: int) -> bool:
