@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paxkv.decoder import LayerGroup
 from paxkv.models.refusals import (
     NEUTRAL_IN_GGUF,
     NEUTRAL_IN_HF,
@@ -131,6 +132,16 @@ class DecoderConfig:
             attention_bias=any(name.endswith("q_proj.bias") for name in tensor_names),
             mlp_bias=any(name.endswith("up_proj.bias") for name in tensor_names),
         )
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """One group: all layers keep all tokens."""
+        group = LayerGroup(
+            layers=tuple(range(self.num_layers)),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        return (group,)
 
     @property
     def num_parameters(self) -> int:

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from paxkv.decoder import Cache, LayerGroup
+from paxkv.decoder import Cache
 from paxkv.models.config import DecoderConfig
 from paxkv.models.rope import rotate, rotation
 
@@ -72,12 +72,7 @@ class LlamaDecoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.vocab_size = config.vocab_size
-        group = LayerGroup(
-            layers=tuple(range(config.num_layers)),
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
-        self.layer_groups: tuple[LayerGroup, ...] = (group,)
+        self.layer_groups = config.layer_groups
         table = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(_normal(table, dtype=dtype, rngs=rngs))  # [V, D]
         self.layers = nnx.List(
@@ -122,9 +117,11 @@ def _product(x: jax.Array, weight: nnx.Param) -> jax.Array:
     if num_rows == 1 and x.dtype.itemsize == 2:
         # On a CPU, XLA multiplies (and compiles) one 16-bit row several times slower than two.
         x = jnp.pad(x, ((0, 1), (0, 0)))
-    last_axes = ((1,), (weight.ndim - 1,))
-    out = lax.dot_general(x, weight[...], (last_axes, ((), ())), preferred_element_type=jnp.float32)
-    return out[:num_rows]
+    # As a matrix: XLA's CPU backend transposes, and so copies, weights of more axes at each call.
+    matrix = weight[...].reshape(-1, weight.shape[-1])
+    last_axes = (((1,), (1,)), ((), ()))
+    out = lax.dot_general(x, matrix, last_axes, preferred_element_type=jnp.float32)
+    return out[:num_rows].reshape(num_rows, *weight.shape[:-1])
 
 
 def _normal(shape: tuple[int, ...], *, dtype: DTypeLike, rngs: nnx.Rngs) -> jax.Array:
