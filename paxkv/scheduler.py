@@ -44,7 +44,7 @@ def bucket(num_tokens: int) -> int:
 
     Rows are a power of two, so few shapes are compiled. Where the next one would be padding for
     more than a quarter, the one below it is taken and the rest waits for another call:
-    300 tokens are a call of 256 and one of 64.
+    300 tokens are calls of 256, 32 and 16 rows.
     """
     above = max(_SMALLEST_BUCKET, 1 << (num_tokens - 1).bit_length())
     is_worth_it = num_tokens > _WORTH_PADDING * above

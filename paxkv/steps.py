@@ -3,7 +3,7 @@
 Prefill stores the keys and values of known tokens, all but the newest of each request. Decode
 stores the newest one and samples the next, again and again:
 
-    cache, slots, fits, _ = prefill_step(decoder, cache, slots, prompt_lens - 1, num_rows=512)
+    cache, fits, _ = prefill_step(decoder, cache, slots, prompt_lens - 1, num_rows=512)
     cache, slots, burst = decode_loop(decoder, cache, slots, num_steps)
 
 So sampling stands in one place, and what a prompt's last token predicts is always computed anew,
