@@ -82,6 +82,8 @@ class Engine:
     ) -> None:
         if max_prefill_tokens < 16 or max_prefill_tokens & (max_prefill_tokens - 1):
             raise ValueError(f"{max_prefill_tokens=} must be a power of two, 16 or more")
+        if max_length < 2:
+            raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
         self.decoder = decoder
         self.max_burst = max_burst
         self.stats = EngineStats()
@@ -89,6 +91,7 @@ class Engine:
         self.capacity = (num_pages - 1) * page_size  # tokens that the whole pool holds
         # The last token of a request is never stored, so it needs no place in the pool.
         self.max_length = min(max_length, self.capacity + 1)
+        self._max_logprobs = min(MAX_LOGPROBS, decoder.vocab_size)
         self._seed = seed
         self._num_added = 0
         self._processor = processor
@@ -109,7 +112,7 @@ class Engine:
         self._slots = init_slots(
             idle_requests(num_slots, self.max_length, NUM_STOP_IDS),
             max_burst=max_burst,
-            max_logprobs=MAX_LOGPROBS,
+            max_logprobs=self._max_logprobs,
             processor=processor,
         )
 
@@ -255,7 +258,7 @@ class Engine:
             self._cache, _, logprobs = prefill_step_jit(
                 self.decoder, self._cache, self._slots,
                 np.array([q_lens.get(slot, 0) for slot in range(num_slots)], np.int32),
-                num_rows=num_rows, num_prompt_logprobs=MAX_LOGPROBS if wanted else None,
+                num_rows=num_rows, num_prompt_logprobs=self._max_logprobs if wanted else None,
             )  # fmt: skip
             if wanted:
                 outputs.append((q_lens, logprobs))

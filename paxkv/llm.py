@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ class LLM:
         else:
             decoder = model
         self.tokenizer = tokenizer
-        max_length = max_length or longest
+        max_length = longest if max_length is None else max_length
+        if page_size < 1:
+            raise ValueError(f"{page_size=} must be at least 1 token")
         num_pages = _num_pages(
             decoder, dtype, page_size, kv_memory, memory_share,
             needed=1 + max_slots * pages_of(max_length, page_size),
@@ -151,7 +153,7 @@ class LLM:
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion], None, None]:
         """Like `generate`, but yields (index of the prompt, completion) as they end.
 
         Leaving the loop early drops the requests that have not ended.
@@ -167,8 +169,9 @@ class LLM:
                 else:
                     running[request] = i, OutputText(request, self.tokenizer)
             while running:
-                for request in self._step(running.values()):
-                    i, output = running[request]
+                self._step(running.values())
+                # The caller may use this LLM between two yields, so any request may have news.
+                for request, (i, output) in list(running.items()):
                     output.advance()
                     if self._has_ended(output):
                         del running[request]
@@ -177,10 +180,13 @@ class LLM:
             for request in running:
                 self.engine.abort(request)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[StreamPiece, None, None]:
         """Continues one prompt piece by piece.
 
         No piece ends inside a character, and none is shown that a stop string would take back.
+        Leaving the loop early, or closing what this returns, drops the request.
 
         Raises:
             ValueError: The prompt cannot be served.
@@ -245,9 +251,9 @@ class LLM:
         eos = () if params.ignore_eos else self.generation.eos_token_ids
         return self.engine.add(tokens, params.with_defaults(self.generation), eos)
 
-    def _step(self, running: Iterable[tuple[int, OutputText]]) -> list[Request]:
+    def _step(self, running: Iterable[tuple[int, OutputText]]) -> None:
         has_stops = any(output.request.params.stop for _, output in running)
-        return self.engine.step(_STOP_STRING_BURST if has_stops else None)
+        self.engine.step(_STOP_STRING_BURST if has_stops else None)
 
     def _has_ended(self, output: OutputText) -> bool:
         if output.has_stopped:
