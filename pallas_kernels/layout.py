@@ -7,6 +7,7 @@ single copy for a kernel, and one row to gather for XLA, which moves no number w
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 NULL_PAGE = 0  # never handed out, so that an all-zero block table is valid
 
@@ -21,24 +22,49 @@ def page_size_of(pages: jax.Array) -> int:
     return pages.shape[2]
 
 
-def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+def gather_pages(
+    pages: jax.Array,
+    page_ids: jax.Array,
+    *,
+    start: jax.Array | None = None,
+    stop: jax.Array | None = None,
+) -> jax.Array:
     """The tokens of some pages, head by head.
 
     Args:
         pages: A pool array, `[P, K, S, H]`.
         page_ids: `i32[R, m]`, each in `[0, P)`.
+        start: `i32[R, m]`, where the wanted tokens of each page begin; those before are zero.
+        stop: `i32[R, m]`, where they end; those after are zero, whatever the page holds there.
 
     Returns:
         `[R, K, m * S, H]`.
     """
     num_pages, num_kv_heads, page_size, head_dim = pages.shape
-    rows = (
-        page_ids[:, None, :] * num_kv_heads
-        + jnp.arange(num_kv_heads, dtype=page_ids.dtype)[None, :, None]
-    )
-    heads = pages.reshape(num_pages * num_kv_heads, page_size, head_dim)
-    gathered = heads.at[rows].get(mode="promise_in_bounds")  # [R, K, m, S, H]
-    return gathered.reshape(page_ids.shape[0], num_kv_heads, -1, head_dim)
+    num_rows, num_columns = page_ids.shape
+    head = jnp.arange(num_kv_heads, dtype=page_ids.dtype)[None, :, None]
+    rows = (page_ids[:, None, :] * num_kv_heads + head).reshape(-1)  # i32[R * K * m]
+    # A CPU copies rows of S * H numbers many at a time if the innermost loop runs over all of them
+    # and has nothing else to compute. The two barriers keep XLA from moving the indices into that
+    # loop and from splitting it by tokens: without them this takes about twice as long.
+    rows = lax.optimization_barrier(rows)
+    rows_of_pages = pages.reshape(num_pages * num_kv_heads, page_size * head_dim)
+    gathered = rows_of_pages.at[rows].get(mode="promise_in_bounds")
+    place = jnp.arange(page_size * head_dim, dtype=page_ids.dtype)[None]
+    zero = jnp.zeros((), pages.dtype)
+    if start is not None:
+        gathered = jnp.where(place >= _of_rows(start * head_dim, num_kv_heads), gathered, zero)
+    if stop is not None:
+        gathered = jnp.where(place < _of_rows(stop * head_dim, num_kv_heads), gathered, zero)
+    gathered = lax.optimization_barrier(gathered)
+    return gathered.reshape(num_rows, num_kv_heads, num_columns * page_size, head_dim)
+
+
+def _of_rows(of_pages: jax.Array, num_kv_heads: int) -> jax.Array:
+    """What holds for pages `i32[R, m]`, for each row that is gathered: `i32[R * K * m, 1]`."""
+    num_rows, num_columns = of_pages.shape
+    of_heads = jnp.broadcast_to(of_pages[:, None], (num_rows, num_kv_heads, num_columns))
+    return lax.optimization_barrier(of_heads.reshape(-1, 1))
 
 
 def write_tokens(

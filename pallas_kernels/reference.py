@@ -18,8 +18,10 @@ from paxkv.pallas_kernels.layout import NULL_PAGE, gather_pages, write_tokens
 # NaN: its weights are exp(0), and are dropped because they are not `visible`.
 _MASKED = -1e30
 
-_DECODE_TILE_TOKENS = 256  # keys of one slot that are gathered at a time
-_DECODE_TILES = 16  # slots' tiles handled at once
+# Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
+# waste the last one.
+_DECODE_TILE_TOKENS = 128  # keys of one slot that are gathered together
+_DECODE_TILES = 32  # tiles a turn at most, and no more than two for each slot
 _PREFILL_TILE_QUERIES = 128
 _PREFILL_TILE_TOKENS = 512
 
@@ -139,8 +141,8 @@ def _normalise(softmax: _Softmax, sinks: jax.Array | None) -> tuple[jax.Array, j
         values = values * shrink[..., None]
         total = total * shrink + jnp.exp(sinks[None].astype(jnp.float32) - with_sink)
         top = with_sink
-    saw_keys = total > 0
-    out = values / jnp.where(saw_keys, total, 1.0)[..., None]
+    saw_keys = top > _MASKED / 2
+    out = jnp.where(saw_keys[..., None], values / jnp.where(saw_keys, total, 1.0)[..., None], 0.0)
     lse = jnp.where(saw_keys, top + jnp.log(jnp.where(saw_keys, total, 1.0)), -jnp.inf)
     return out, lse
 
@@ -163,9 +165,8 @@ def _tile_softmax(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible[:, None], scores, _MASKED)
     top = jnp.max(scores, axis=-1)
-    weights = jnp.where(visible[:, None], jnp.exp(scores - top[..., None]), 0.0)
-    # What no query sees may be NaN, and 0 * NaN is NaN.
-    values = jnp.where(jnp.any(visible, axis=1)[:, None, :, None], values, 0)
+    # Where a query sees no key at all, top is _MASKED and every weight 1: see `_normalise`.
+    weights = jnp.exp(scores - top[..., None])
     weighted = jnp.einsum(
         "rkqt,rkth->rkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
@@ -176,28 +177,50 @@ def _is_page(page_ids: jax.Array, num_pages: int) -> jax.Array:
     return (page_ids > NULL_PAGE) & (page_ids < num_pages)
 
 
-def _gather_tiles(
-    key_pages: jax.Array,
-    value_pages: jax.Array,
+class _Tiles(NamedTuple):
+    """R tiles of consecutive pages, and which of their tokens count as keys."""
+
+    page_ids: jax.Array  # i32[R, m]
+    start: jax.Array | None  # i32[R, m] where the keys begin in each page; None: at once
+    stop: jax.Array  # i32[R, m] where they end
+    positions: jax.Array  # i32[R, m * S]
+    is_key: jax.Array  # bool[R, m * S]
+
+
+def _find_tiles(
     block_tables: jax.Array,
     slots: jax.Array,
     first_column: jax.Array,
+    first_seen: jax.Array | None,
+    kv_lens: jax.Array,
+    *,
     num_columns: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values `[R, K, t, H]` of `num_columns` pages of each of R tiles, and which exist.
+    num_pages: int,
+    page_size: int,
+) -> _Tiles:
+    """The `num_columns` pages of each tile's slot from `first_column` (`i32[R]`) on.
 
-    Ids that name no page of the pool are not read: they count as absent (`bool[R, t]`).
+    Keys are the tokens from `first_seen` (`i32[R]`; None: the first) to `kv_lens` (`i32[R]`).
+    Entries that name no page of the pool are not to be read: their keys count as absent.
     """
-    num_pages, _, page_size, _ = key_pages.shape
     columns = first_column[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
     in_table = columns < block_tables.shape[1]
     page_ids = block_tables[slots[:, None], jnp.where(in_table, columns, 0)]
-    exists = in_table & _is_page(page_ids, num_pages)
-    page_ids = jnp.where(exists, page_ids, NULL_PAGE)
-    return (
-        gather_pages(key_pages, page_ids),
-        gather_pages(value_pages, page_ids),
-        jnp.repeat(exists, page_size, axis=1),
+    is_page = in_table & _is_page(page_ids, num_pages)
+    first = columns * page_size
+    stop = jnp.where(is_page, jnp.clip(kv_lens[:, None] - first, 0, page_size), 0)
+    start = None if first_seen is None else jnp.clip(first_seen[:, None] - first, 0, page_size)
+    offset = jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    is_key = offset < stop[..., None]
+    if start is not None:
+        is_key &= offset >= start[..., None]
+    shape = (slots.shape[0], num_columns * page_size)
+    return _Tiles(
+        page_ids=jnp.where(stop > 0, page_ids, NULL_PAGE),
+        start=start,
+        stop=stop,
+        positions=(first[..., None] + offset).reshape(shape),
+        is_key=is_key.reshape(shape),
     )
 
 
@@ -207,42 +230,49 @@ def _decode(
     """At most one query per sequence: tiles of many sequences side by side.
 
     All tiles of all sequences form one list; each turn of the loop takes the next few, whosever
-    they are, and merges them into their owners. Uneven lengths cost nothing.
+    they are, and merges them into their owners. Uneven lengths cost nothing. The list is the same
+    for all layers, so XLA makes it once per step.
     """
     num_slots, max_pages = block_tables.shape
-    num_kv_heads, page_size, head_dim = key_pages.shape[1:]
+    num_pages, num_kv_heads, page_size, head_dim = key_pages.shape
     group = queries.shape[1] // num_kv_heads
     tile_pages = min(max(1, _DECODE_TILE_TOKENS // page_size), max_pages)
     tile_tokens = tile_pages * page_size
-    num_tiles = min(_DECODE_TILES, num_slots * -(-max_pages // tile_pages))
+    most_tiles = num_slots * -(-max_pages // tile_pages)
+    turn = min(_DECODE_TILES, 2 * num_slots, most_tiles)
 
     row_of_slot = jnp.minimum(cu_q_lens[:-1], queries.shape[0] - 1)
     has_query = (cu_q_lens[1:] > cu_q_lens[:-1]) & (kv_lens > 0)
     slot_queries = queries[row_of_slot].reshape(num_slots, num_kv_heads, group, head_dim)
-    first_seen = jnp.zeros_like(kv_lens) if window is None else jnp.maximum(kv_lens - window, 0)
-    first_tile = first_seen // tile_tokens
-    last_tile = -(-kv_lens // tile_tokens)
-    tiles_until = jnp.cumsum(jnp.where(has_query, last_tile - first_tile, 0))
-    tiles_before = jnp.concatenate([jnp.zeros_like(tiles_until[:1]), tiles_until[:-1]])
+    first_seen = None if window is None else jnp.maximum(kv_lens - window, 0)
+    first_tile = jnp.zeros_like(kv_lens) if first_seen is None else first_seen // tile_tokens
+    num_tiles = jnp.where(has_query, -(-kv_lens // tile_tokens) - first_tile, 0)
+    tiles_until = jnp.cumsum(num_tiles, dtype=jnp.int32)
+
+    number = jnp.arange(-(-most_tiles // turn) * turn, dtype=jnp.int32)
+    slots = jnp.searchsorted(tiles_until, number, side="right", method="compare_all")
+    slots = jnp.minimum(slots.astype(jnp.int32), num_slots - 1)
+    tile = first_tile[slots] + number - (tiles_until - num_tiles)[slots]
+    is_tile = number < tiles_until[-1]
+    tiles = _find_tiles(
+        block_tables, slots, tile * tile_pages, None if first_seen is None else first_seen[slots],
+        jnp.where(is_tile, kv_lens[slots], 0),
+        num_columns=tile_pages, num_pages=num_pages, page_size=page_size,
+    )  # fmt: skip
+    owner = (slots[:, None] == jnp.arange(num_slots, dtype=jnp.int32)[None]) & is_tile[:, None]
 
     def merge_some_tiles(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
         done, softmax = state
-        number = done + jnp.arange(num_tiles, dtype=jnp.int32)
-        slots = jnp.searchsorted(tiles_until, number, side="right", method="compare_all")
-        slots = jnp.minimum(slots.astype(jnp.int32), num_slots - 1)
-        tile = first_tile[slots] + number - tiles_before[slots]
-        is_tile = number < tiles_until[-1]
-        keys, values, exists = _gather_tiles(
-            key_pages, value_pages, block_tables, slots, tile * tile_pages, tile_pages
+        some, their_slots, their_owner = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, done, turn), (tiles, slots, owner)
         )
-        positions = tile[:, None] * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)[None]
-        seen = (positions >= first_seen[slots][:, None]) & (positions < kv_lens[slots][:, None])
-        visible = exists & seen & is_tile[:, None]
         part = _tile_softmax(
-            slot_queries[slots], keys, values, visible[:, None, :], scale, soft_cap
-        )
-        owner = (slots[None] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]) & is_tile[None]
-        return done + num_tiles, _merge_into_owners(softmax, part, slots, owner)
+            slot_queries[their_slots],
+            gather_pages(key_pages, some.page_ids),
+            gather_pages(value_pages, some.page_ids, start=some.start, stop=some.stop),
+            some.is_key[:, None], scale, soft_cap,
+        )  # fmt: skip
+        return done + turn, _merge_into_owners(softmax, part, their_slots, their_owner.T)
 
     empty = _empty_softmax((num_slots, num_kv_heads, group), head_dim)
     _, softmax = lax.while_loop(
@@ -283,7 +313,7 @@ def _prefill(
     """
     num_rows, num_heads, head_dim = queries.shape
     max_pages = block_tables.shape[1]
-    num_kv_heads, page_size = key_pages.shape[1:3]
+    num_pages, num_kv_heads, page_size, _ = key_pages.shape
     group = num_heads // num_kv_heads
     tile_rows = min(_PREFILL_TILE_QUERIES, num_rows)
     tile_pages = min(max(1, _PREFILL_TILE_TOKENS // page_size), max_pages)
@@ -293,7 +323,6 @@ def _prefill(
     tiles_until = jnp.cumsum(-(-q_lens // tile_rows))
     tiles_before = jnp.concatenate([jnp.zeros_like(tiles_until[:1]), tiles_until[:-1]])
     padded = jnp.pad(queries, ((0, tile_rows), (0, 0), (0, 0)))
-    token = jnp.arange(tile_tokens, dtype=jnp.int32)
     row_in_tile = jnp.arange(tile_rows, dtype=jnp.int32)
 
     def attend_one_tile(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
@@ -305,25 +334,32 @@ def _prefill(
         tile = tile.reshape(tile_rows, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3)
         tile = tile.reshape(1, num_kv_heads, tile_rows * group, head_dim)
         position = kv_lens[slot] - cu_q_lens[slot + 1] + first_row + row_in_tile  # i32[q]
-        first_seen = 0 if window is None else jnp.maximum(position[0] - window + 1, 0)
+        first_seen = jnp.int32(0)
+        if window is not None:
+            first_seen = jnp.maximum(position[0] - window + 1, 0)
         end = jnp.minimum(position[-1] + 1, kv_lens[slot])
 
         def merge_keys(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
             column, so_far = state
-            keys, values, exists = _gather_tiles(
-                key_pages, value_pages, block_tables, slot[None], column[None], tile_pages
-            )
-            key_position = column * page_size + token
-            visible = key_position[None] <= position[:, None]
+            tiles = _find_tiles(
+                block_tables, slot[None], column[None],
+                None if window is None else first_seen[None], kv_lens[slot][None],
+                num_columns=tile_pages, num_pages=num_pages, page_size=page_size,
+            )  # fmt: skip
+            visible = tiles.is_key & (tiles.positions <= position[:, None])  # bool[q, t]
             if window is not None:
-                visible &= key_position[None] > position[:, None] - window
-            visible &= exists & (key_position < kv_lens[slot])[None]
+                visible &= tiles.positions > position[:, None] - window
             visible = jnp.repeat(visible, group, axis=0)[None]
-            part = _tile_softmax(tile, keys, values, visible, scale, soft_cap)
+            part = _tile_softmax(
+                tile,
+                gather_pages(key_pages, tiles.page_ids),
+                gather_pages(value_pages, tiles.page_ids, start=tiles.start, stop=tiles.stop),
+                visible, scale, soft_cap,
+            )  # fmt: skip
             return column + tile_pages, _merge(so_far, part)
 
         empty = _empty_softmax((1, num_kv_heads, tile_rows * group), head_dim)
-        first_column = jnp.asarray(first_seen // tile_tokens * tile_pages, jnp.int32)
+        first_column = first_seen // tile_tokens * tile_pages
         _, part = lax.while_loop(
             lambda state: state[0] * page_size < end, merge_keys, (first_column, empty)
         )

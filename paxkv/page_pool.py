@@ -99,20 +99,27 @@ def dense_from_pages(
         Keys and values, `[B, length, K, H]`. Tokens past a slot's length are zero, and so are
         those of pages given up.
     """
-    page_ids = _page_ids(table, length)
-    positions = jnp.arange(length, dtype=jnp.int32)
-    is_stored = (positions[None] < table.lengths[:, None]) & (page_ids != layout.NULL_PAGE)
-    columns = table.block_tables[:, : -(-length // table.page_size)]
+    _check_length(table, length)
+    num_columns = -(-length // table.page_size)
+    page_ids = table.block_tables[:, :num_columns]
+    first = jnp.arange(num_columns, dtype=jnp.int32)[None] * table.page_size
+    stop = jnp.clip(table.lengths[:, None] - first, 0, table.page_size)
+    stop = jnp.where(page_ids == layout.NULL_PAGE, 0, stop)
 
     def read(pages: jax.Array) -> jax.Array:
-        tokens = layout.gather_pages(pages, columns).swapaxes(1, 2)[:, :length]
-        return jnp.where(is_stored[:, :, None, None], tokens, jnp.zeros((), tokens.dtype))
+        tokens = layout.gather_pages(pages, page_ids, stop=stop)
+        return tokens.swapaxes(1, 2)[:, :length]
 
     return read(pool.k_pages[layer]), read(pool.v_pages[layer])
 
 
 def _page_ids(table: BlockTable, length: int) -> jax.Array:
     """The page of each of the first `length` positions, `i32[B, length]`."""
+    _check_length(table, length)
+    return table.block_tables[:, jnp.arange(length, dtype=jnp.int32) // table.page_size]
+
+
+def _check_length(table: BlockTable, length: int) -> None:
     max_length = table.block_tables.shape[1] * table.page_size
     if length > max_length:
         raise ValueError(
@@ -120,7 +127,6 @@ def _page_ids(table: BlockTable, length: int) -> jax.Array:
             f"{max_length} tokens: make the table with max_pages of at least "
             f"{-(-length // table.page_size)}, or cut the dense cache"
         )
-    return table.block_tables[:, jnp.arange(length, dtype=jnp.int32) // table.page_size]
 
 
 def _replace_layer(pool: PagePool, layer: int, keys: jax.Array, values: jax.Array) -> PagePool:
