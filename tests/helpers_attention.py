@@ -1,0 +1,19 @@
+"""Calls of `paged_attention` on test inputs, compiled once per shape for all test files."""
+
+import jax
+import jax.numpy as jnp
+
+from paxkv.pallas_kernels import PagedAttention, paged_attention
+from paxkv.pallas_kernels.testing import Inputs
+
+IMPLEMENTATIONS = ("reference",)
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+SETTINGS = ("scale", "window", "soft_cap", "max_q_len", "implementation")
+
+paged_attention_jit = jax.jit(paged_attention, static_argnames=SETTINGS)
+
+
+def attend(implementation: str, inputs: Inputs, **changes) -> PagedAttention:
+    """The call on `inputs`, with some arguments or settings changed."""
+    arguments = {**inputs.arguments, **inputs.settings, **changes}
+    return paged_attention_jit(**arguments, implementation=implementation)

@@ -1,0 +1,341 @@
+"""What every implementation of paged attention must do, on the same named cases."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers_attention import DTYPES, IMPLEMENTATIONS, attend
+from paxkv.pallas_kernels import NULL_PAGE
+from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, Case
+from paxkv.pallas_kernels.testing import (
+    Inputs,
+    assert_close,
+    assert_right,
+    assert_same_bits,
+    dense_attention,
+    pack_inputs,
+    random_inputs,
+    right_pages,
+    right_result,
+    tolerance,
+)
+
+# What differs between the two 16-bit types is range and rounding, not shapes.
+FLOAT16_CASES = {
+    "chunks_page_16", "decode_page_16", "decode_all_settings", "mixed_all_settings",
+    "decode_huge_scores", "mixed_huge_scores", "decode_list", "mixed_list",
+}  # fmt: skip
+NAMED = [
+    (name, dtype)
+    for name in CASES
+    for dtype in DTYPES
+    if dtype != "float16" or name in FLOAT16_CASES
+]
+TWO_DTYPES = ("float32", "bfloat16")
+
+
+def one_hot_inputs(case: Case, dtype: str) -> Inputs:
+    """Queries and keys of zeros, values that are 1 at their position: outputs are weights."""
+    kv_heads = case.num_kv_heads, case.head_dim
+    return pack_inputs(
+        case,
+        [np.zeros((q_len, case.num_heads, case.head_dim)) for q_len, _ in case.lengths],
+        [np.zeros((kv_len, *kv_heads)) for _, kv_len in case.lengths],
+        [
+            np.broadcast_to(np.eye(kv_len, case.head_dim)[:, None], (kv_len, *kv_heads))
+            for _, kv_len in case.lengths
+        ],
+        DTYPES[dtype],
+    )
+
+
+def rows_of(inputs: Inputs, array, slot: int) -> np.ndarray:
+    """A sequence's rows of a packed array."""
+    cu_q_lens = np.asarray(inputs.arguments["cu_q_lens"])
+    return np.asarray(array)[cu_q_lens[slot] : cu_q_lens[slot + 1]]
+
+
+def attend_in_steps(
+    implementation: str, inputs: Inputs, steps: list[list[int]], **changes
+) -> list[np.ndarray]:
+    """Feeds sequences that are all new bit by bit: at each step so many tokens of each.
+
+    Returns:
+        Each sequence's outputs.
+    """
+    starts = np.asarray(inputs.arguments["cu_q_lens"])[:-1]
+    padding = len(inputs.arguments["queries"]) - 1
+    stored = np.zeros_like(starts)
+    pools = {name: inputs.arguments[name] for name in ("key_pages", "value_pages")}
+    outputs: list[list[np.ndarray]] = [[] for _ in starts]
+    for q_lens in steps:
+        rows = np.full(padding + 1, padding)
+        cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)])
+        for slot, q_len in enumerate(q_lens):
+            first = starts[slot] + stored[slot]
+            rows[cu_q_lens[slot] : cu_q_lens[slot + 1]] = np.arange(first, first + q_len)
+        stored += np.asarray(q_lens, stored.dtype)
+        result = attend(
+            implementation,
+            inputs,
+            **{
+                name: inputs.arguments[name][rows] for name in ("queries", "new_keys", "new_values")
+            },
+            **pools,
+            cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
+            kv_lens=jnp.asarray(stored, jnp.int32),
+            **changes,
+        )
+        pools = {"key_pages": result.key_pages, "value_pages": result.value_pages}
+        for slot, rows_out in enumerate(outputs):
+            rows_out.append(np.asarray(result.out)[cu_q_lens[slot] : cu_q_lens[slot + 1]])
+    for found, right in zip(pools.values(), right_pages(inputs), strict=True):
+        assert_same_bits(found, right)
+    return [np.concatenate(rows_out) for rows_out in outputs]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+class TestPagedAttention:
+    @pytest.mark.parametrize(("name", "dtype"), NAMED)
+    def test_case_matches_dense_attention(self, implementation, name, dtype):
+        inputs = random_inputs(CASES[name], DTYPES[dtype])
+        assert_right(inputs, attend(implementation, inputs))
+        if inputs.case.is_decode:
+            assert_right(inputs, attend(implementation, inputs, max_q_len=1))
+
+    @settings(max_examples=40)
+    @given(
+        lengths=st.lists(
+            st.tuples(st.integers(0, 12), st.integers(0, 70)).map(lambda x: (min(x), x[1])),
+            min_size=1,
+            max_size=5,
+        ),
+        page_size=st.sampled_from([1, 4, 16]),
+        window=st.sampled_from([None, 7]),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_any_lengths_match_dense_attention(
+        self, implementation, lengths, page_size, window, seed
+    ):
+        lengths = (*lengths, *[(0, 0)] * (5 - len(lengths)))
+        case = Case(
+            lengths=lengths, page_size=page_size, window=window,
+            num_rows=64, max_pages=72 // page_size + 1, num_pages=5 * (72 // page_size + 1) + 1,
+        )  # fmt: skip
+        inputs = random_inputs(case, jnp.float32, seed)
+        assert_right(inputs, attend(implementation, inputs))
+        if case.is_decode:
+            assert_right(inputs, attend(implementation, inputs, max_q_len=1))
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_page_size_and_lengths_off_the_tile_change_nothing(
+        self, implementation, page_size, dtype
+    ):
+        case = Case(
+            lengths=((8, 9), (8, 100), (8, 192)), num_heads=14, num_kv_heads=2,
+            page_size=page_size,
+        )  # fmt: skip
+        inputs = random_inputs(case, DTYPES[dtype])
+        results = [attend(implementation, inputs) for _ in range(3)]
+        assert_right(inputs, results[0])
+        for result in results[1:]:
+            for found, first in zip(result, results[0], strict=True):
+                assert_same_bits(found, first)
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (12, 4), (40, 8), (8, 8), (8, 1)]
+    )
+    def test_query_head_reads_its_kv_head(self, implementation, num_heads, num_kv_heads, dtype):
+        case = CASES[f"heads_{num_heads}_{num_kv_heads}"]
+        zeros = one_hot_inputs(case, dtype)
+        values = [np.empty_like(x) for x in zeros.values]
+        for x in values:
+            x[:] = np.arange(num_kv_heads)[:, None]
+        inputs = pack_inputs(case, zeros.queries, zeros.keys, values, zeros.dtype)
+        result = attend(implementation, inputs)
+        assert_right(inputs, result)
+        for slot in range(len(case.lengths)):
+            found = rows_of(inputs, result.out, slot)
+            head = np.arange(num_heads)[:, None] * num_kv_heads // num_heads
+            np.testing.assert_array_equal(np.rint(found), np.broadcast_to(head, found.shape))
+
+    def test_window_counts_the_query_itself(self, implementation):
+        case = Case(
+            lengths=((10, 10),), window=4, page_size=8, num_rows=12, max_pages=4, num_pages=8
+        )
+        inputs = one_hot_inputs(case, "float32")
+        in_steps = {
+            "at once": attend_in_steps(implementation, inputs, [[10]]),
+            "in chunks": attend_in_steps(implementation, inputs, [[3], [3], [3], [1]]),
+            "by decode": attend_in_steps(implementation, inputs, [[1]] * 10, max_q_len=1),
+        }
+        right = np.tri(10) - np.tri(10, 10, -4)
+        right /= right.sum(axis=1, keepdims=True)
+        np.testing.assert_array_equal(right[9], [0] * 6 + [0.25] * 4)
+        for (weights,) in in_steps.values():
+            for head in range(case.num_heads):
+                assert_close(weights[:, head, :10], right, jnp.float32)
+                assert not weights[:, head, 10:].any()
+
+    @pytest.mark.parametrize("window", [None, 10, 100])
+    def test_window_as_long_as_the_sequence_hides_nothing(self, implementation, window):
+        case = Case(lengths=((10, 10),), num_rows=12, page_size=8, max_pages=4, num_pages=8)
+        full = random_inputs(case, jnp.float32)
+        assert_right(full, attend(implementation, full, window=window))
+        steps = [[1]] * 10
+        (by_decode,) = attend_in_steps(implementation, full, steps, max_q_len=1, window=window)
+        assert_close(by_decode, right_result(full)[0][:10], jnp.float32)
+
+    def test_causal_mask_is_aligned_at_the_end(self, implementation):
+        case = Case(lengths=((4, 8), (1, 5), (3, 8), (3, 5), (3, 3)))
+        inputs = one_hot_inputs(case, "float32")
+        result = attend(implementation, inputs)
+        assert_right(inputs, result)
+        for slot, (q_len, kv_len) in enumerate(case.lengths):
+            weights = rows_of(inputs, result.out, slot)[:, 0, :kv_len]
+            for row, seen in zip(weights, range(kv_len - q_len + 1, kv_len + 1), strict=True):
+                assert_close(row, np.where(np.arange(kv_len) < seen, 1 / seen, 0), jnp.float32)
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize("soft_cap", [50.0, None])
+    def test_soft_cap_comes_after_scale_and_before_mask(self, implementation, soft_cap, dtype):
+        case = Case(
+            lengths=((3, 3),), scale=0.5, soft_cap=soft_cap,
+            num_rows=4, max_pages=2, num_pages=4,
+        )  # fmt: skip
+        queries = np.zeros((3, case.num_heads, case.head_dim))
+        queries[..., 0] = 2
+        keys = np.zeros((3, case.num_kv_heads, case.head_dim))
+        keys[..., 0] = np.array([60, 58, 100])[:, None]  # the scaled scores; the last is hidden
+        values = np.broadcast_to(np.eye(3, case.head_dim)[:, None], keys.shape)
+        inputs = pack_inputs(case, [queries], [keys], [values], DTYPES[dtype])
+        # The second token's query is the last one of the first call, or alone in the next.
+        at_once = attend_in_steps(implementation, inputs, [[3]])[0][1]
+        by_decode = attend_in_steps(implementation, inputs, [[1]] * 3, max_q_len=1)[0][1]
+        right = np.array([0.6527, 0.3473] if soft_cap else [0.8808, 0.1192])
+        for weights in (at_once, by_decode):
+            weights = weights.astype(np.float64)
+            assert np.abs(weights[:, :2] - right).max() <= max(1e-4, tolerance(DTYPES[dtype]))
+            assert not weights[:, 2:].any()
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    def test_chunks_agree_with_one_prefill(self, implementation, dtype):
+        case = Case(lengths=((40, 40), (17, 17)), page_size=8, window=21)
+        inputs = random_inputs(case, DTYPES[dtype])
+        out, _ = right_result(inputs)
+        steps = [[7, 0], [16, 5], [0, 9], [9, 3], [5, 0]]
+        chunked = attend_in_steps(implementation, inputs, [*steps, [1, 0], [1, 0], [1, 0]])
+        for slot, found in enumerate(chunked):
+            assert_close(found, rows_of(inputs, out, slot), inputs.dtype)
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_halves_merge_by_log_sum_exp(self, implementation, has_sinks, dtype):
+        lengths = ((1, 40), (1, 33), (1, 2), (1, 17))
+        case = Case(lengths=lengths, num_rows=6, max_pages=5, num_pages=20)
+        whole = random_inputs(case, DTYPES[dtype])
+        sinks = {"sinks": jnp.linspace(-1, 4, whole.case.num_heads)} if has_sinks else {}
+
+        def half(first: list[int], end: list[int]) -> Inputs:
+            pairs = tuple((1, b - a) for a, b in zip(first, end, strict=True))
+            keys, values = (
+                [x[a:b] for x, a, b in zip(tokens, first, end, strict=True)]
+                for tokens in (whole.keys, whole.values)
+            )
+            part = dataclasses.replace(case, lengths=pairs)
+            return pack_inputs(part, whole.queries, keys, values, whole.dtype)
+
+        none, middle, all_ = [0] * 4, [16, 9, 1, 16], [kv_len for _, kv_len in lengths]
+        left = attend(implementation, half(none, middle))
+        right = attend(implementation, half(middle, all_), **sinks)
+        rows = slice(0, 4)
+        lse = jnp.logaddexp(left.log_sum_exp, right.log_sum_exp)[rows]
+        merged = sum(
+            np.asarray(part.out[rows], np.float32) * np.exp(part.log_sum_exp[rows] - lse)[..., None]
+            for part in (left, right)
+        )
+        result = attend(implementation, whole, **sinks)
+        assert_close(merged, np.asarray(result.out[rows], np.float64), whole.dtype)
+        assert_close(lse, np.asarray(result.log_sum_exp[rows], np.float64), whole.dtype)
+
+    @pytest.mark.parametrize("columns", [[1], [2], [0, 1, 2]])
+    def test_ids_that_name_no_page_are_never_read_or_written(self, implementation, columns):
+        case = Case(lengths=((3, 21),) * 6, page_size=8, num_pages=20)
+        inputs = random_inputs(case, jnp.float32)
+        wrong = np.array([20, 21, -1, -(2**31), 2**31 - 1, NULL_PAGE], np.int32)
+        tables, known = np.array(inputs.arguments["block_tables"]), inputs.tables.copy()
+        tables[:, columns], known[:, columns] = wrong[:, None], NULL_PAGE
+        # What stood in those pages is there still: were they read, it would show as a number.
+        result = attend(implementation, inputs, block_tables=jnp.asarray(tables))
+        is_stored = ~np.isin(np.arange(21) // 8, columns)
+        for slot in range(6):
+            out, lse = dense_attention(
+                inputs.queries[slot], inputs.keys[slot], inputs.values[slot], is_stored=is_stored
+            )
+            assert_close(rows_of(inputs, result.out, slot), out, jnp.float32)
+            assert_close(rows_of(inputs, result.log_sum_exp, slot), lse, jnp.float32)
+        pools = right_pages(dataclasses.replace(inputs, tables=known))
+        for found, right in zip((result.key_pages, result.value_pages), pools, strict=True):
+            assert_same_bits(found, right)
+
+    def test_row_used_again_ignores_what_it_held(self, implementation):
+        case = Case(lengths=((1, 3),), max_pages=4, num_pages=9)
+        inputs = random_inputs(case, jnp.float32)
+        (page,) = inputs.tables[inputs.tables != NULL_PAGE]
+        others = [other for other in range(1, 9) if other != page][:3]  # NaN, all of them
+        tables = jnp.asarray([[page, *others]], jnp.int32)
+        for max_q_len in (None, 1):
+            result = attend(implementation, inputs, block_tables=tables, max_q_len=max_q_len)
+            assert_right(inputs, result)
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize("name", ["mixed_plain", "decode_plain", "mixed_all_settings"])
+    def test_unused_memory_changes_no_bit(self, implementation, name, dtype):
+        inputs = random_inputs(CASES[name], DTYPES[dtype])
+        clean = {
+            name: jnp.where(jnp.isnan(x), jnp.asarray(7, x.dtype), x)
+            for name, x in inputs.arguments.items()
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        clean["block_tables"] = jnp.asarray(inputs.tables)
+        max_q_len = 1 if inputs.case.is_decode else None
+        poisoned = attend(implementation, inputs, max_q_len=max_q_len)
+        unpoisoned = attend(implementation, inputs, max_q_len=max_q_len, **clean)
+        for field in ("out", "log_sum_exp"):
+            assert_same_bits(getattr(poisoned, field), getattr(unpoisoned, field), field)
+
+    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize("q_len", [1, 3])
+    def test_row_does_not_depend_on_its_neighbours(self, implementation, q_len, dtype):
+        max_q_len = 1 if q_len == 1 else None
+        kv_lens = [9, 5, 12]
+        case = Case(lengths=(), num_rows=10, max_pages=3, num_pages=8, page_size=8)
+
+        def rows_among(slot: int, seeds: list[int]) -> np.ndarray:
+            """Outputs of one of some sequences, each made from a seed of its own."""
+            lengths = tuple((q_len, kv_lens[seed % 3]) for seed in seeds)
+            made = [
+                random_inputs(dataclasses.replace(case, lengths=(pair,)), DTYPES[dtype], seed)
+                for pair, seed in zip(lengths, seeds, strict=True)
+            ]
+            inputs = pack_inputs(
+                dataclasses.replace(case, lengths=lengths), [x.queries[0] for x in made],
+                [x.keys[0] for x in made], [x.values[0] for x in made], DTYPES[dtype],
+            )  # fmt: skip
+            result = attend(implementation, inputs, max_q_len=max_q_len)
+            return rows_of(inputs, result.out, slot)
+
+        fixed = rows_among(0, [0, 1, 2])
+        assert_same_bits(rows_among(0, [0, 4, 5]), fixed)  # of the same lengths
+        for other in (rows_among(0, [0]), rows_among(2, [1, 2, 0])):
+            assert_close(other, fixed.astype(np.float64), DTYPES[dtype])
+
+    def test_bound_on_rows_changes_nothing(self, implementation):
+        inputs = random_inputs(CASES["mixed_plain"], jnp.float32)
+        assert_right(inputs, attend(implementation, inputs, max_q_len=20))
