@@ -1,0 +1,146 @@
+"""What paged attention compiles to: the pool in place, cost by tokens stored, wide addresses."""
+
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import pytest
+from jax.extend import core as jex_core
+
+from helpers_attention import IMPLEMENTATIONS, SETTINGS
+from paxkv.pallas_kernels import layout, paged_attention, reference
+from paxkv.pallas_kernels.attention_cases import Case
+from paxkv.pallas_kernels.testing import Inputs, random_inputs
+
+POOL = ("key_pages", "value_pages")
+MIXED = Case(lengths=((3, 30), (9, 9)), num_pages=211)  # a pool larger than all that is computed
+DECODE = Case(lengths=((1, 30), (1, 9)), num_pages=211)
+
+
+def shapes_of(inputs: Inputs) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.arguments.items()}
+
+
+def assert_in_place(compiled: jax.stages.Compiled, pool: jax.Array) -> None:
+    """Neither a copy nor a temporary is as large as the pool, and both pools are aliased."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    for shape in re.findall(r"= \(?\w+\[([\d,]*)\]\S* copy(?:-start)?\(", text):
+        assert math.prod(int(size) for size in shape.split(",") if size) < pool.size
+    assert memory.alias_size_in_bytes >= 2 * pool.nbytes
+    assert memory.temp_size_in_bytes < pool.nbytes
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("case", "max_q_len"), [(MIXED, None), (DECODE, 1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_donated_pool_is_updated_in_place(implementation, case, max_q_len, dtype):
+    inputs = random_inputs(case, dtype)
+    step = jax.jit(paged_attention, static_argnames=SETTINGS, donate_argnames=POOL)
+    compiled = step.lower(
+        **shapes_of(inputs), implementation=implementation, max_q_len=max_q_len
+    ).compile()
+    assert_in_place(compiled, inputs.arguments["key_pages"])
+    places = [inputs.arguments[name].unsafe_buffer_pointer() for name in POOL]
+    result = compiled(**inputs.arguments)
+    assert all(inputs.arguments[name].is_deleted() for name in POOL)
+    assert [getattr(result, name).unsafe_buffer_pointer() for name in POOL] == places
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_loop_carries_the_pool_without_a_copy(implementation):
+    """A decode loop: whoever lives takes one token a turn, for as long as the table has room."""
+    inputs = random_inputs(DECODE, jnp.float32)
+
+    def decode(key_pages, value_pages, arguments):
+        def step(state):
+            kv_lens, out, key_pages, value_pages = state
+            result = paged_attention(
+                **{**arguments, "kv_lens": kv_lens, "queries": out},
+                key_pages=key_pages,
+                value_pages=value_pages,
+                max_q_len=1,
+                implementation=implementation,
+            )
+            return kv_lens + 1, result.out, result.key_pages, result.value_pages
+
+        start = arguments["kv_lens"], arguments["queries"], key_pages, value_pages
+        return jax.lax.while_loop(lambda state: state[0][0] < 48, step, start)
+
+    arguments = shapes_of(inputs)
+    pools = [arguments.pop(name) for name in POOL]
+    compiled = jax.jit(decode, donate_argnums=(0, 1)).lower(*pools, arguments).compile()
+    assert_in_place(compiled, inputs.arguments["key_pages"])
+
+
+def pages_read(monkeypatch: pytest.MonkeyPatch, case: Case) -> int:
+    """How many pages the reference gathers keys and values from, counted as it runs."""
+    counts = []
+
+    def counting(pages, page_ids, **options):
+        jax.debug.callback(lambda: counts.append(page_ids.size))
+        return layout.gather_pages(pages, page_ids, **options)
+
+    inputs = random_inputs(case, jnp.float32)
+    max_q_len = 1 if case.is_decode else None
+    monkeypatch.setattr(reference, "gather_pages", counting)
+    call = jax.jit(lambda x: paged_attention(**x, **inputs.settings, max_q_len=max_q_len))
+    jax.block_until_ready(call(inputs.arguments))
+    jax.effects_barrier()
+    return sum(counts)
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+class TestCostOfTheReference:
+    def test_table_width_costs_nothing(self, monkeypatch, q_len):
+        lengths = ((q_len, 700), (q_len, 90))
+        narrow, wide = (
+            pages_read(monkeypatch, Case(lengths=lengths, max_pages=width)) for width in (64, 4096)
+        )
+        assert narrow == wide
+
+    def test_pages_read_follow_the_tokens_stored(self, monkeypatch, q_len):
+        short = ((q_len, 10),) * 31
+        uneven = pages_read(monkeypatch, Case(lengths=((q_len, 4000), *short), max_pages=256))
+        even = pages_read(monkeypatch, Case(lengths=((q_len, 4000),), max_pages=256))
+        assert 2 * 250 <= even <= 2 * 500  # of 16 tokens, for keys and for values
+        assert uneven <= even + 2 * 31 * 32  # a tile of 512 tokens for each of the others
+
+    def test_what_a_window_hides_is_not_read(self, monkeypatch, q_len):
+        case = Case(lengths=((q_len, 4000),), max_pages=256, window=100)
+        assert pages_read(monkeypatch, case) <= 2 * (16 * 16 + 32)
+
+
+def equations(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("max_q_len", [None, 1])
+def test_no_index_of_a_huge_pool_overflows(implementation, max_q_len):
+    """2**34 elements in a pool: no axis is so long that int32 could not count along it."""
+    shapes = shapes_of(random_inputs(Case(lengths=((1, 9), (1, 30))), jnp.bfloat16))
+    num_pages, *page = 2**24, *shapes["key_pages"].shape[1:]
+    pool = jax.ShapeDtypeStruct((num_pages, *page), jnp.bfloat16)
+    assert pool.size > 2**34
+    shapes |= {"key_pages": pool, "value_pages": pool}
+
+    def call(arguments):
+        return paged_attention(**arguments, max_q_len=max_q_len, implementation=implementation)
+
+    traced = jax.make_jaxpr(call)(shapes)
+    longest, touches = 0, set()
+    for equation in equations(traced.jaxpr):
+        arrays = [x.aval for x in (*equation.invars, *equation.outvars)]
+        sizes = [x.shape for x in arrays if isinstance(x, jax.core.ShapedArray)]
+        longest = max(longest, *(max(shape, default=0) for shape in sizes), 0)
+        if any(math.prod(shape) >= pool.size for shape in sizes):
+            touches.add(equation.primitive.name)
+    assert num_pages <= longest < 2**31
+    assert touches & {"gather", "scatter", "pallas_call"}
