@@ -10,10 +10,14 @@ ROOT = Path(__file__).parents[1]
 CORE_TESTS = [
     "tests/test_block_table.py",
     "tests/test_cache.py",
+    "tests/test_compilation.py",
+    "tests/test_decode_loop.py",
+    "tests/test_engine.py",
     "tests/test_llama.py",
     "tests/test_logits_processors.py",
     "tests/test_page_pool.py",
     "tests/test_sampling.py",
+    "tests/test_steps.py",
 ]
 
 

@@ -71,6 +71,21 @@ def test_prompt_takes_few_calls_of_few_shapes(prompt_len, max_prefill_tokens):
     assert len(plans) <= full + (rest > 0) * max(1, rest.bit_length() - 3)
 
 
+def test_every_batch_of_every_length_is_stored_in_the_same_few_shapes():
+    shapes = set()
+    for prompt_len in range(1, 318):
+        for batch in range(1, 6):
+            scheduler = make_scheduler(
+                *[prompt_len] * batch, num_slots=5, num_pages=1000, max_prefill_tokens=512
+            )
+            scheduler.admit()
+            plans = prefill(scheduler)
+            shapes |= {num_rows for _, num_rows in plans}
+            stored = sum(sum(q_lens.values()) for q_lens, _ in plans)
+            assert stored == batch * (prompt_len - 1)
+    assert shapes == {16, 32, 64, 128, 256, 512}
+
+
 def test_chunks_of_several_prompts_are_packed_in_one_call():
     scheduler = make_scheduler(20, 11)
     scheduler.admit()
