@@ -1,9 +1,7 @@
 """Paged attention in plain JAX: the definition the kernels are held to, and the CPU's path.
 
 Both walks below visit only tiles of keys that hold tokens a query may see, so their cost follows
-the tokens stored and not the width of the block table. A tile's partial softmax is its maximum
-score, the sum of exponentials below it and the weighted values; partial softmaxes of one query
-merge exactly (the online softmax of arXiv:1805.02867), whatever the order.
+the tokens stored and not the width of the block table.
 """
 
 from typing import NamedTuple
@@ -12,11 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paxkv.pallas_kernels.layout import NULL_PAGE, gather_pages, write_tokens
-
-# Scores of keys that a query does not see. Finite, so that a row that sees nothing stays free of
-# NaN: its weights are exp(0), and are dropped because they are not `visible`.
-_MASKED = -1e30
+from paxkv.pallas_kernels.layout import NULL_PAGE, gather_pages
+from paxkv.pallas_kernels.online_softmax import (
+    PartialSoftmax,
+    empty_softmax,
+    merge,
+    merge_into_owners,
+    normalise,
+    tile_softmax,
+)
+from paxkv.pallas_kernels.ragged import is_page, ragged_rows, write_new_tokens
 
 # Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
 # waste the last one.
@@ -24,60 +27,6 @@ _DECODE_TILE_TOKENS = 128  # keys of one slot that are gathered together
 _DECODE_TILES = 32  # tiles a turn at most, and no more than two for each slot
 _PREFILL_TILE_QUERIES = 128
 _PREFILL_TILE_TOKENS = 512
-
-
-class Ragged(NamedTuple):
-    """Where each packed row stands."""
-
-    slots: jax.Array  # i32[T] the sequence it belongs to
-    positions: jax.Array  # i32[T] its place in that sequence, 0 for padding
-    is_token: jax.Array  # bool[T] False for padding and for rows of empty sequences
-
-
-def ragged_rows(num_rows: int, cu_q_lens: jax.Array, kv_lens: jax.Array) -> Ragged:
-    """Finds the sequence and the position of every packed row.
-
-    A sequence's queries are its last tokens: query `i` of `q_len` stands at
-    `kv_len - q_len + i`.
-
-    Args:
-        num_rows: T.
-        cu_q_lens: `i32[B + 1]`, the first row of each sequence, then the number of rows used.
-        kv_lens: `i32[B]`, the call's new tokens counted.
-    """
-    num_slots = kv_lens.shape[0]
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    # Rows past the last sequence get its number; they are told apart by `in_use`.
-    slots = jnp.searchsorted(cu_q_lens[1:], row, side="right", method="compare_all")
-    slots = jnp.minimum(slots.astype(jnp.int32), num_slots - 1)
-    in_use = row < cu_q_lens[-1]
-    positions = kv_lens[slots] - cu_q_lens[slots + 1] + row
-    is_token = in_use & (positions >= 0)
-    return Ragged(slots, jnp.where(is_token, positions, 0), is_token)
-
-
-def write_new_tokens(
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    block_tables: jax.Array,
-    rows: Ragged,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes each row's K and V `[T, K, H]` to the page and offset of its position."""
-    num_pages, _, page_size, _ = key_pages.shape
-    row = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
-    column = rows.positions // page_size
-    in_table = column < block_tables.shape[1]
-    page_ids = block_tables[rows.slots, jnp.where(in_table, column, 0)]
-    is_written = rows.is_token & in_table & _is_page(page_ids, num_pages)
-    # Dropped rows get ids of their own past the pool: the scatter's indices stay unique.
-    page_ids = jnp.where(is_written, page_ids, num_pages + row)
-    offsets = rows.positions % page_size
-    return (
-        write_tokens(key_pages, page_ids, offsets, new_keys),
-        write_tokens(value_pages, page_ids, offsets, new_values),
-    )
 
 
 def paged_attention_reference(
@@ -110,71 +59,10 @@ def paged_attention_reference(
         queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows,
         scale, window, soft_cap,
     )  # fmt: skip
-    out, lse = _normalise(softmax, sinks)
+    out, lse = normalise(softmax, sinks)
     out = jnp.where(rows.is_token[:, None, None], out, 0.0)
     lse = jnp.where(rows.is_token[:, None], lse, -jnp.inf)
     return out.astype(queries.dtype), lse, key_pages, value_pages
-
-
-class _Softmax(NamedTuple):
-    """An unfinished softmax over the keys seen so far; leading axes are the queries'."""
-
-    top: jax.Array  # f32[...] the largest score
-    total: jax.Array  # f32[...] sum of exp(score - top)
-    values: jax.Array  # f32[..., H] values weighted by exp(score - top)
-
-
-def _empty_softmax(shape: tuple[int, ...], head_dim: int) -> _Softmax:
-    return _Softmax(
-        jnp.full(shape, _MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
-    )
-
-
-def _normalise(softmax: _Softmax, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`[T, N]` unfinished softmaxes to outputs `f32[T, N, H]` and log-sum-exp `f32[T, N]`."""
-    top, total, values = softmax
-    if sinks is not None:
-        with_sink = jnp.maximum(top, sinks[None].astype(jnp.float32))
-        shrink = jnp.exp(top - with_sink)
-        values = values * shrink[..., None]
-        total = total * shrink + jnp.exp(sinks[None].astype(jnp.float32) - with_sink)
-        top = with_sink
-    saw_keys = top > _MASKED / 2
-    out = jnp.where(saw_keys[..., None], values / jnp.where(saw_keys, total, 1.0)[..., None], 0.0)
-    lse = jnp.where(saw_keys, top + jnp.log(jnp.where(saw_keys, total, 1.0)), -jnp.inf)
-    return out, lse
-
-
-def _tile_softmax(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    visible: jax.Array,
-    scale: float,
-    soft_cap: float | None,
-) -> _Softmax:
-    """The partial softmax of queries `[R, K, Q, H]` over keys and values `[R, K, t, H]`.
-
-    Which queries see which keys is `visible`, `bool[R, Q, t]` or `bool[R, 1, t]`.
-    """
-    scores = jnp.einsum("rkqh,rkth->rkqt", queries, keys, preferred_element_type=jnp.float32)
-    scores = scores * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(visible[:, None], scores, _MASKED)
-    top = jnp.max(scores, axis=-1)
-    # Where a query sees no key at all, top is _MASKED and every weight 1: see `_normalise`.
-    weights = jnp.exp(scores - top[..., None])
-    weighted = jnp.einsum(
-        "rkqt,rkth->rkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
-    return _Softmax(top, jnp.sum(weights, axis=-1), weighted)
-
-
-def _is_page(page_ids: jax.Array, num_pages: int) -> jax.Array:
-    return (page_ids > NULL_PAGE) & (page_ids < num_pages)
 
 
 class _Tiles(NamedTuple):
@@ -206,7 +94,7 @@ def _find_tiles(
     columns = first_column[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
     in_table = columns < block_tables.shape[1]
     page_ids = block_tables[slots[:, None], jnp.where(in_table, columns, 0)]
-    is_page = in_table & _is_page(page_ids, num_pages)
+    is_page = in_table & is_page(page_ids, num_pages)
     first = columns * page_size
     stop = jnp.where(is_page, jnp.clip(kv_lens[:, None] - first, 0, page_size), 0)
     start = None if first_seen is None else jnp.clip(first_seen[:, None] - first, 0, page_size)
@@ -226,7 +114,7 @@ def _find_tiles(
 
 def _decode(
     queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows, scale, window, soft_cap
-) -> _Softmax:  # of [T, N]
+) -> PartialSoftmax:  # of [T, N]
     """At most one query per sequence: tiles of many sequences side by side.
 
     All tiles of all sequences form one list; each turn of the loop takes the next few, whosever
@@ -261,20 +149,22 @@ def _decode(
     )  # fmt: skip
     owner = (slots[:, None] == jnp.arange(num_slots, dtype=jnp.int32)[None]) & is_tile[:, None]
 
-    def merge_some_tiles(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+    def merge_some_tiles(
+        state: tuple[jax.Array, PartialSoftmax],
+    ) -> tuple[jax.Array, PartialSoftmax]:
         done, softmax = state
         some, their_slots, their_owner = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, done, turn), (tiles, slots, owner)
         )
-        part = _tile_softmax(
+        part = tile_softmax(
             slot_queries[their_slots],
             gather_pages(key_pages, some.page_ids),
             gather_pages(value_pages, some.page_ids, start=some.start, stop=some.stop),
             some.is_key[:, None], scale, soft_cap,
         )  # fmt: skip
-        return done + turn, _merge_into_owners(softmax, part, their_slots, their_owner.T)
+        return done + turn, merge_into_owners(softmax, part, their_slots, their_owner.T)
 
-    empty = _empty_softmax((num_slots, num_kv_heads, group), head_dim)
+    empty = empty_softmax((num_slots, num_kv_heads, group), head_dim)
     _, softmax = lax.while_loop(
         lambda state: state[0] < tiles_until[-1], merge_some_tiles, (jnp.int32(0), empty)
     )
@@ -284,28 +174,9 @@ def _decode(
     return jax.tree.map(lambda x: x[rows.slots], by_slot)
 
 
-def _merge_into_owners(
-    softmax: _Softmax, part: _Softmax, slots: jax.Array, owner: jax.Array
-) -> _Softmax:
-    """Merges R tiles `[R, K, G]` into the softmaxes `[B, K, G]` of `slots` (`i32[R]`).
-
-    `owner` (`bool[B, R]`) says the same as a matrix; it is all False for tiles to be left out.
-    """
-    tops = jnp.where(owner[:, :, None, None], part.top[None], _MASKED)
-    top = jnp.maximum(softmax.top, jnp.max(tops, axis=1))
-    keep = jnp.exp(softmax.top - top)
-    share = jnp.exp(jnp.minimum(part.top - top[slots], 0.0))
-    owner_weights = owner.astype(jnp.float32)
-    total = jnp.einsum("br,rkg->bkg", owner_weights, part.total * share, precision="highest")
-    values = jnp.einsum(
-        "br,rkgh->bkgh", owner_weights, part.values * share[..., None], precision="highest"
-    )
-    return _Softmax(top, softmax.total * keep + total, softmax.values * keep[..., None] + values)
-
-
 def _prefill(
     queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows, scale, window, soft_cap
-) -> _Softmax:  # of [T, N]
+) -> PartialSoftmax:  # of [T, N]
     """Any number of queries per sequence: one tile of one sequence's queries at a time.
 
     Query tiles are taken in row order, so what a tile writes past the end of its sequence is
@@ -325,7 +196,9 @@ def _prefill(
     padded = jnp.pad(queries, ((0, tile_rows), (0, 0), (0, 0)))
     row_in_tile = jnp.arange(tile_rows, dtype=jnp.int32)
 
-    def attend_one_tile(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+    def attend_one_tile(
+        state: tuple[jax.Array, PartialSoftmax],
+    ) -> tuple[jax.Array, PartialSoftmax]:
         number, softmax = state
         slot = jnp.searchsorted(tiles_until, number, side="right", method="compare_all")
         slot = slot.astype(jnp.int32)
@@ -339,7 +212,7 @@ def _prefill(
             first_seen = jnp.maximum(position[0] - window + 1, 0)
         end = jnp.minimum(position[-1] + 1, kv_lens[slot])
 
-        def merge_keys(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+        def merge_keys(state: tuple[jax.Array, PartialSoftmax]) -> tuple[jax.Array, PartialSoftmax]:
             column, so_far = state
             tiles = _find_tiles(
                 block_tables, slot[None], column[None],
@@ -350,15 +223,15 @@ def _prefill(
             if window is not None:
                 visible &= tiles.positions > position[:, None] - window
             visible = jnp.repeat(visible, group, axis=0)[None]
-            part = _tile_softmax(
+            part = tile_softmax(
                 tile,
                 gather_pages(key_pages, tiles.page_ids),
                 gather_pages(value_pages, tiles.page_ids, start=tiles.start, stop=tiles.stop),
                 visible, scale, soft_cap,
             )  # fmt: skip
-            return column + tile_pages, _merge(so_far, part)
+            return column + tile_pages, merge(so_far, part)
 
-        empty = _empty_softmax((1, num_kv_heads, tile_rows * group), head_dim)
+        empty = empty_softmax((1, num_kv_heads, tile_rows * group), head_dim)
         first_column = first_seen // tile_tokens * tile_pages
         _, part = lax.while_loop(
             lambda state: state[0] * page_size < end, merge_keys, (first_column, empty)
@@ -374,18 +247,8 @@ def _prefill(
         )  # fmt: skip
         return number + 1, softmax
 
-    empty = _empty_softmax((num_rows + tile_rows, num_heads), head_dim)
+    empty = empty_softmax((num_rows + tile_rows, num_heads), head_dim)
     _, softmax = lax.while_loop(
         lambda state: state[0] < tiles_until[-1], attend_one_tile, (jnp.int32(0), empty)
     )
     return jax.tree.map(lambda x: x[:num_rows], softmax)
-
-
-def _merge(left: _Softmax, right: _Softmax) -> _Softmax:
-    top = jnp.maximum(left.top, right.top)
-    keep, share = jnp.exp(left.top - top), jnp.exp(right.top - top)
-    return _Softmax(
-        top,
-        left.total * keep + right.total * share,
-        left.values * keep[..., None] + right.values * share[..., None],
-    )

@@ -62,7 +62,7 @@ def random_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> Inputs:
     sequences = [make(case, q_len, kv_len, rng) for q_len, kv_len in case.lengths]
     queries, keys, values = (list(column) for column in zip(*sequences, strict=True))
     longest = max(kv_len for _, kv_len in case.lengths)
-    sinks = rng.normal(math.log(longest + 1) + 1, 1, case.num_heads) if case.has_sinks else None
+    sinks = rng.normal(math.log(longest + 1) - 1, 1, case.num_heads) if case.has_sinks else None
     return pack_inputs(case, queries, keys, values, dtype, sinks=sinks, seed=seed)
 
 
@@ -88,7 +88,7 @@ def _huge_sequence(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries and keys of small whole numbers: scores are huge, and exact in any dtype."""
     queries, keys, values = _normal_sequence(case, q_len, kv_len, rng)
-    return np.clip(np.rint(2 * queries), -4, 4), np.clip(np.rint(2 * keys), -4, 4), values
+    return np.rint(3 * queries), np.rint(3 * keys), values
 
 
 def _normal_sequence(

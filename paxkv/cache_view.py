@@ -9,7 +9,7 @@ from paxkv.block_table import BlockTable
 from paxkv.decoder import LayerGroup, group_of
 from paxkv.page_pool import PagePool
 from paxkv.pallas_kernels.attention import paged_attention
-from paxkv.pallas_kernels.reference import Ragged, ragged_rows
+from paxkv.pallas_kernels.ragged import Ragged, ragged_rows
 
 
 @jax.tree_util.register_dataclass

@@ -16,6 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 _FEW = 64  # a top-k up to this is taken from a short list; models recommend 20 to 64
@@ -139,10 +140,9 @@ def log_probabilities(
         first, `i32[R, num_top]` and `f32[R, num_top]`. A token at -inf has -inf.
     """
     logits = logits.astype(jnp.float32)
-    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - normaliser
+    chosen = -optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
     top_logits, top_ids = lax.top_k(logits, num_top)
-    return chosen[:, 0], top_ids, top_logits - normaliser
+    return chosen, top_ids, top_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _first_at(values: jax.Array, wanted: jax.Array) -> jax.Array:

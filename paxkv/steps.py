@@ -21,7 +21,7 @@ from paxkv.cache import PagedCache, append_all, release_all, reserve_all
 from paxkv.cache_view import CacheView
 from paxkv.decoder import Decoder
 from paxkv.logits_processors import LogitsProcessor
-from paxkv.pallas_kernels.reference import Ragged
+from paxkv.pallas_kernels.ragged import Ragged
 from paxkv.sampling import log_probabilities, sample
 from paxkv.slots import DEFAULT_PROCESSOR, Finish, News, Requests, Slots, admit, view_of
 

@@ -1,0 +1,104 @@
+"""Softmax over keys that come in tiles.
+
+A tile's partial softmax is its largest score, the sum of exponentials below it and the values
+weighted by them. Partial softmaxes of one query merge exactly, whatever the order
+(arXiv 1805.02867).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# The score of a key that a query does not see. It is finite, so that a tile of which a query sees
+# nothing stays free of NaN: its weights there are all exp(0), and `merge` or `normalise` drop them.
+MASKED = -1e30
+
+
+class PartialSoftmax(NamedTuple):
+    """An unfinished softmax over the keys seen so far; leading axes are the queries'."""
+
+    top: jax.Array  # f32[...] the largest score
+    total: jax.Array  # f32[...] sum of exp(score - top)
+    values: jax.Array  # f32[..., H] values weighted by exp(score - top)
+
+
+def empty_softmax(shape: tuple[int, ...], head_dim: int) -> PartialSoftmax:
+    """Of queries that have seen no key yet."""
+    return PartialSoftmax(
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+
+
+def normalise(softmax: PartialSoftmax, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`[T, N]` unfinished softmaxes to outputs `f32[T, N, H]` and log-sum-exp `f32[T, N]`."""
+    top, total, values = softmax
+    if sinks is not None:
+        with_sink = jnp.maximum(top, sinks[None].astype(jnp.float32))
+        shrink = jnp.exp(top - with_sink)
+        values = values * shrink[..., None]
+        total = total * shrink + jnp.exp(sinks[None].astype(jnp.float32) - with_sink)
+        top = with_sink
+    saw_keys = top > MASKED / 2
+    out = jnp.where(saw_keys[..., None], values / jnp.where(saw_keys, total, 1.0)[..., None], 0.0)
+    lse = jnp.where(saw_keys, top + jnp.log(jnp.where(saw_keys, total, 1.0)), -jnp.inf)
+    return out, lse
+
+
+def tile_softmax(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    scale: float,
+    soft_cap: float | None,
+) -> PartialSoftmax:
+    """The partial softmax of queries `[R, K, Q, H]` over keys and values `[R, K, t, H]`.
+
+    Which queries see which keys is `visible`, `bool[R, Q, t]` or `bool[R, 1, t]`.
+    """
+    scores = jnp.einsum("rkqh,rkth->rkqt", queries, keys, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible[:, None], scores, MASKED)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - top[..., None])
+    weighted = jnp.einsum(
+        "rkqt,rkth->rkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+    return PartialSoftmax(top, jnp.sum(weights, axis=-1), weighted)
+
+
+def merge(left: PartialSoftmax, right: PartialSoftmax) -> PartialSoftmax:
+    """Of the same queries over the keys of both."""
+    top = jnp.maximum(left.top, right.top)
+    keep, share = jnp.exp(left.top - top), jnp.exp(right.top - top)
+    return PartialSoftmax(
+        top,
+        left.total * keep + right.total * share,
+        left.values * keep[..., None] + right.values * share[..., None],
+    )
+
+
+def merge_into_owners(
+    softmax: PartialSoftmax, part: PartialSoftmax, slots: jax.Array, owner: jax.Array
+) -> PartialSoftmax:
+    """Merges R tiles `[R, K, G]` into the softmaxes `[B, K, G]` of `slots` (`i32[R]`).
+
+    `owner` (`bool[B, R]`) says the same as a matrix; it is all False for tiles to be left out.
+    """
+    tops = jnp.where(owner[:, :, None, None], part.top[None], MASKED)
+    top = jnp.maximum(softmax.top, jnp.max(tops, axis=1))
+    keep = jnp.exp(softmax.top - top)
+    share = jnp.exp(jnp.minimum(part.top - top[slots], 0.0))
+    owner_weights = owner.astype(jnp.float32)
+    total = jnp.einsum("br,rkg->bkg", owner_weights, part.total * share, precision="highest")
+    values = jnp.einsum(
+        "br,rkgh->bkgh", owner_weights, part.values * share[..., None], precision="highest"
+    )
+    return PartialSoftmax(
+        top, softmax.total * keep + total, softmax.values * keep[..., None] + values
+    )
