@@ -94,9 +94,9 @@ def _find_tiles(
     columns = first_column[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
     in_table = columns < block_tables.shape[1]
     page_ids = block_tables[slots[:, None], jnp.where(in_table, columns, 0)]
-    is_page = in_table & is_page(page_ids, num_pages)
+    is_held = in_table & is_page(page_ids, num_pages)
     first = columns * page_size
-    stop = jnp.where(is_page, jnp.clip(kv_lens[:, None] - first, 0, page_size), 0)
+    stop = jnp.where(is_held, jnp.clip(kv_lens[:, None] - first, 0, page_size), 0)
     start = None if first_seen is None else jnp.clip(first_seen[:, None] - first, 0, page_size)
     offset = jnp.arange(page_size, dtype=jnp.int32)[None, None]
     is_key = offset < stop[..., None]
