@@ -114,7 +114,7 @@ class TestPagedAttention:
             min_size=1,
             max_size=5,
         ),
-        page_size=st.sampled_from([1, 4, 16]),
+        page_size=st.sampled_from([1, 4]),
         window=st.sampled_from([None, 7]),
         seed=st.integers(0, 2**32 - 1),
     )
