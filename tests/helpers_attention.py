@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from paxkv.pallas_kernels import PagedAttention, paged_attention
-from paxkv.pallas_kernels.testing import Inputs
+from paxkv.pallas_kernels.attention_inputs import Inputs
 
 IMPLEMENTATIONS = ("reference",)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

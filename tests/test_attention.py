@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from helpers_attention import DTYPES, IMPLEMENTATIONS, attend
 from paxkv.pallas_kernels import NULL_PAGE
 from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, Case
+from paxkv.pallas_kernels.attention_inputs import Inputs, pack_inputs, random_inputs
 from paxkv.pallas_kernels.testing import (
-    Inputs,
     assert_close,
     assert_right,
     assert_same_bits,
     dense_attention,
-    pack_inputs,
-    random_inputs,
     right_pages,
     right_result,
     tolerance,

@@ -9,7 +9,7 @@ import pytest
 
 from paxkv.pallas_kernels import paged_attention
 from paxkv.pallas_kernels.attention_cases import Case
-from paxkv.pallas_kernels.testing import random_inputs
+from paxkv.pallas_kernels.attention_inputs import random_inputs
 
 # 7 rows, 4 query and 2 KV heads of 64 numbers, 8 pages of 16 tokens, 2 sequences of up to 3 pages
 INPUTS = random_inputs(

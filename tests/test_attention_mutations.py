@@ -14,7 +14,8 @@ import pytest
 from helpers_attention import DTYPES, IMPLEMENTATIONS, attend
 from paxkv.pallas_kernels import PagedAttention
 from paxkv.pallas_kernels.attention_cases import CASES
-from paxkv.pallas_kernels.testing import Inputs, assert_right, random_inputs
+from paxkv.pallas_kernels.attention_inputs import Inputs, random_inputs
+from paxkv.pallas_kernels.testing import assert_right
 
 type Call = Callable[..., PagedAttention]  # right, on the inputs with the changes it is given
 type Mutant = Callable[[Call, Inputs], PagedAttention]

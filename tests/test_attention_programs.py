@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from helpers_attention import IMPLEMENTATIONS, SETTINGS
 from paxkv.pallas_kernels import layout, paged_attention, reference
 from paxkv.pallas_kernels.attention_cases import Case
-from paxkv.pallas_kernels.testing import Inputs, random_inputs
+from paxkv.pallas_kernels.attention_inputs import Inputs, random_inputs
 
 POOL = ("key_pages", "value_pages")
 MIXED = Case(lengths=((3, 30), (9, 9)), num_pages=211)  # a pool larger than all that is computed
