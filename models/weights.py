@@ -5,13 +5,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from paxkv.models.config import DecoderConfig
-from paxkv.models.llama import LlamaDecoder
+from paxkv.models.llama import LlamaDecoder, input_first
 from paxkv.models.stored_tensor import StoredTensor
 
 type OnProgress = Callable[[int, int], None]  # bytes loaded, bytes in all
@@ -34,6 +33,7 @@ class FusedArray(NamedTuple):
 
     path: tuple[str | int, ...]
     parts: tuple[Part, ...]
+    is_matrix: bool = False  # as `linear` takes it
 
 
 def load_weights(
@@ -74,9 +74,13 @@ def load_weights(
         _check_tensors(config, tensors)
     decoder = nnx.eval_shape(lambda: LlamaDecoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     done_bytes, total_bytes = 0, config.weight_bytes(dtype.itemsize)
-    for path, parts in fused_arrays(config):
+    for path, parts, is_matrix in fused_arrays(config):
         param = _param(decoder, path)
-        array = _read_array(param.shape, dtype, parts, tensors)
+        array = np.empty(param.shape, dtype)
+        places = np.moveaxis(array, 0, -1) if is_matrix and input_first(dtype) else array
+        for part in parts:
+            tensors[part.name].read_into(part.place(places))
+        array = jnp.asarray(array)
         param.set_value(array)
         done_bytes += array.nbytes
         if on_progress is not None:
@@ -91,9 +95,9 @@ def fused_arrays(config: DecoderConfig) -> Iterator[FusedArray]:
     if not config.tie_embeddings:
         yield FusedArray(("head",), (Part(_HEAD, table, _whole),))
     for index in range(config.num_layers):
-        for path, parts in _layer_arrays(config):
+        for path, parts, is_matrix in _layer_arrays(config):
             named = (part._replace(name=f"model.layers.{index}.{part.name}") for part in parts)
-            yield FusedArray(("layers", index, *path), tuple(named))
+            yield FusedArray(("layers", index, *path), tuple(named), is_matrix)
     yield FusedArray(("norm",), (Part("model.norm.weight", (config.hidden_size,), _whole),))
 
 
@@ -117,9 +121,10 @@ def _attention_arrays(config: DecoderConfig, suffix: str, kind: str) -> Iterator
         _projection("self_attn.k_proj", kind, (keys, hidden), lambda array: array[:, group]),
         _projection("self_attn.v_proj", kind, (keys, hidden), lambda array: array[:, group + 1]),
     )
-    yield FusedArray((f"qkv{suffix}",), qkv)
+    is_matrix = kind == "weight"
+    yield FusedArray((f"qkv{suffix}",), qkv, is_matrix)
     out = _projection("self_attn.o_proj", kind, (hidden, heads), _whole)
-    yield FusedArray((f"out{suffix}",), (out,))
+    yield FusedArray((f"out{suffix}",), (out,), is_matrix)
 
 
 def _mlp_arrays(config: DecoderConfig, suffix: str, kind: str) -> Iterator[FusedArray]:
@@ -128,9 +133,10 @@ def _mlp_arrays(config: DecoderConfig, suffix: str, kind: str) -> Iterator[Fused
         _projection("mlp.gate_proj", kind, (inner, hidden), lambda array: array[0]),
         _projection("mlp.up_proj", kind, (inner, hidden), lambda array: array[1]),
     )
-    yield FusedArray((f"gate_up{suffix}",), gate_up)
+    is_matrix = kind == "weight"
+    yield FusedArray((f"gate_up{suffix}",), gate_up, is_matrix)
     down = _projection("mlp.down_proj", kind, (hidden, inner), _whole)
-    yield FusedArray((f"down{suffix}",), (down,))
+    yield FusedArray((f"down{suffix}",), (down,), is_matrix)
 
 
 def _projection(
@@ -165,18 +171,6 @@ def _check_tensors(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
-
-
-def _read_array(
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    parts: tuple[Part, ...],
-    tensors: Mapping[str, StoredTensor],
-) -> jax.Array:
-    array = np.empty(shape, dtype)
-    for part in parts:
-        tensors[part.name].read_into(part.place(array))
-    return jnp.asarray(array)
 
 
 def _param(decoder: LlamaDecoder, path: tuple[str | int, ...]) -> nnx.Param:
