@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers_oracle import Oracle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from helpers_oracle import Oracle
 from paxkv import block_table
 from paxkv.block_table import BlockTable, init_block_table
 from paxkv.integrity import check_integrity
