@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 import paxkv
 from paxkv.request import Completion, SamplingParams
@@ -22,7 +24,7 @@ app = typer.Typer(
     help="Generate text from a paged KV cache in JAX.",
     epilog='Start with: paxkv generate "Why do operating systems use pages?"',
 )
-_notes = Console(stderr=True, highlight=False)  # all but the text itself
+_notes = Console(stderr=True, highlight=False, markup=False)  # all but the text itself
 
 Model = Annotated[
     str | None,
@@ -91,6 +93,13 @@ def generate(
         list[str] | None, typer.Option(help="End before this text. May be given several times.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: log-probabilities of each new token and of so many likeliest ones; "
+            "null for minus infinity."
+        ),
+    ] = None,
     dtype: Dtype = "bfloat16",
     kv_memory: KVMemory = None,
     page_size: PageSize = 16,
@@ -111,11 +120,13 @@ def generate(
     """
     if (prompt is None) == (file is None):
         raise _Refused("give either a PROMPT or --file, a file with one prompt per line")
+    if logprobs is not None and not as_json:
+        raise _Refused("--logprobs has no place in text: add --json")
     with _errors_told():
         prompts = [prompt] if prompt is not None else _lines(file)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, stop=stop or (), seed=seed,
+            repetition_penalty=repetition_penalty, stop=stop or (), seed=seed, logprobs=logprobs,
         )  # fmt: skip
         llm = _load(
             model, dtype=dtype, kv_memory=kv_memory, page_size=page_size,
@@ -159,13 +170,16 @@ def _errors_told() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        _notes.print(f"[red]error:[/red] {error}", markup=True)
+        _notes.print(Text.assemble(("error: ", "red"), str(error)))
         raise typer.Exit(2) from error
 
 
 def _lines(file: Path | None) -> list[str]:
     assert file is not None
-    prompts = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+    try:
+        prompts = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
     if not prompts:
         raise ValueError(f"{file} holds no prompt: write one per line")
     return prompts
@@ -225,7 +239,17 @@ def _print_one(index: int, completion: Completion, *, as_json: bool) -> None:
 
 
 def _as_json(index: int, completion: Completion) -> str:
-    return json.dumps({"index": index, **dataclasses.asdict(completion)}, ensure_ascii=False)
+    fields = {"index": index, **dataclasses.asdict(completion)}
+    return json.dumps(_finite(fields), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None, JSON's null, for infinities: a log-probability may be one."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _summary(llm: "paxkv.LLM") -> str:

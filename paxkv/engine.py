@@ -1,8 +1,12 @@
 """Runs many requests over one pool of pages: tokens in, tokens out. Text is `paxkv.llm`'s."""
 
+import contextlib
 import dataclasses
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +42,34 @@ class EngineStats:
     num_preemptions: int = 0
     peak_pages: int = 0
     peak_tokens: int = 0  # in the cache, at the moment of most pages
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Has Ctrl-C wait for the end of the block; a second one does not wait.
+
+    Steps donate the cache: an interrupt between a step and the naming of its result would leave
+    an engine without one. And jax loses an interrupt that comes while it collects garbage.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # no interrupt is raised here, or the program sees to them itself
+        return
+    came = False
+
+    def wait(signal_number: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 class Engine:
@@ -160,6 +192,7 @@ class Engine:
         self._scheduler.waiting.append(request)
         return request
 
+    @_uninterrupted()
     def step(self, max_steps: int | None = None) -> list[Request]:
         """Admits what fits, stores their prompts, and decodes for a burst.
 
@@ -189,6 +222,7 @@ class Engine:
             self.stats.num_preemptions += 1
         return changed
 
+    @_uninterrupted()
     def abort(self, request: Request, reason: FinishReason = "stop") -> None:
         """Ends a request now. One that has ended already is left as it is."""
         if request.finish_reason is not None:

@@ -171,7 +171,9 @@ class LLM:
             while running:
                 self._step(running.values())
                 # The caller may use this LLM between two yields, so any request may have news.
-                for request, (i, output) in list(running.items()):
+                begun = [request for request in running if request.output or request.finish_reason]
+                for request in begun:
+                    i, output = running[request]
                     output.advance()
                     if self._has_ended(output):
                         del running[request]
