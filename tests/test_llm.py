@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import re
+import signal
 from typing import Any
 
 import jax
@@ -491,6 +492,36 @@ def test_an_error_in_the_callers_loop_frees_everything():
         for _ in llm.as_completed([[1], [2], [3]], [GREEDY, long, long]):
             raise KeyError
     assert pages_held(llm.engine) == 0 and not llm.engine.has_work
+
+
+def test_ctrl_c_in_the_middle_of_a_step_leaves_a_whole_engine(monkeypatch):
+    llm, prompts = make_llm(), random_prompts([3, 9, 5])
+    expected = llm.generate(prompts, GREEDY)
+
+    def interrupted(*args, **kwargs):
+        result = decode_loop_jit(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)  # the old cache is gone, the new one has no name yet
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paxkv.engine.decode_loop_jit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, dataclasses.replace(GREEDY, max_tokens=40))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    check_engine(llm.engine)
+    assert pages_held(llm.engine) == 0 and not llm.engine.has_work
+    assert llm.generate(prompts, GREEDY) == expected
+
+
+def test_a_second_ctrl_c_does_not_wait(monkeypatch):
+    def stuck(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it waited")
+
+    monkeypatch.setattr("paxkv.engine.decode_loop_jit", stuck)
+    with pytest.raises(KeyboardInterrupt):
+        make_llm().generate([[1]], GREEDY)
 
 
 def test_prompts_that_follow_from_answers_may_be_asked_within_the_loop():
