@@ -36,7 +36,7 @@ class Inputs:
     keys: list[np.ndarray]  # f64[kv_len, K, H]
     values: list[np.ndarray]  # f64[kv_len, K, H]
     tables: np.ndarray  # i32[B, M] with the null page where there is no token
-    dtype: DTypeLike
+    dtype: np.dtype
 
     @property
     def settings(self) -> Settings:

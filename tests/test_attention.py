@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers_attention import DTYPES, IMPLEMENTATIONS, attend
 from paxkv.pallas_kernels import NULL_PAGE
-from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, Case
+from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, SMALL_CASES, Case
 from paxkv.pallas_kernels.attention_inputs import Inputs, pack_inputs, random_inputs
 from paxkv.pallas_kernels.testing import (
     assert_close,
@@ -23,10 +23,7 @@ from paxkv.pallas_kernels.testing import (
 )
 
 # What differs between the two 16-bit types is range and rounding, not shapes.
-FLOAT16_CASES = {
-    "chunks_page_16", "decode_page_16", "decode_all_settings", "mixed_all_settings",
-    "decode_huge_scores", "mixed_huge_scores", "decode_list", "mixed_list",
-}  # fmt: skip
+FLOAT16_CASES = {"decode_all_settings", "mixed_all_settings", "decode_list", "mixed_list"}
 NAMED = [
     (name, dtype)
     for name in CASES
@@ -101,9 +98,10 @@ class TestPagedAttention:
     @pytest.mark.parametrize(("name", "dtype"), NAMED)
     def test_case_matches_dense_attention(self, implementation, name, dtype):
         inputs = random_inputs(CASES[name], DTYPES[dtype])
-        assert_right(inputs, attend(implementation, inputs))
         if inputs.case.is_decode:
             assert_right(inputs, attend(implementation, inputs, max_q_len=1))
+        if not inputs.case.is_decode or name in SMALL_CASES:
+            assert_right(inputs, attend(implementation, inputs))
 
     @settings(max_examples=40)
     @given(
@@ -181,7 +179,7 @@ class TestPagedAttention:
                 assert_close(weights[:, head, :10], right, jnp.float32)
                 assert not weights[:, head, 10:].any()
 
-    @pytest.mark.parametrize("window", [None, 10, 100])
+    @pytest.mark.parametrize("window", [10, 100])
     def test_window_as_long_as_the_sequence_hides_nothing(self, implementation, window):
         case = Case(lengths=((10, 10),), num_rows=12, page_size=8, max_pages=4, num_pages=8)
         full = random_inputs(case, jnp.float32)
@@ -200,8 +198,9 @@ class TestPagedAttention:
             for row, seen in zip(weights, range(kv_len - q_len + 1, kv_len + 1), strict=True):
                 assert_close(row, np.where(np.arange(kv_len) < seen, 1 / seen, 0), jnp.float32)
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
-    @pytest.mark.parametrize("soft_cap", [50.0, None])
+    @pytest.mark.parametrize(
+        ("soft_cap", "dtype"), [(50.0, "float32"), (50.0, "bfloat16"), (None, "float32")]
+    )
     def test_soft_cap_comes_after_scale_and_before_mask(self, implementation, soft_cap, dtype):
         case = Case(
             lengths=((3, 3),), scale=0.5, soft_cap=soft_cap,
