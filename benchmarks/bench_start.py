@@ -36,7 +36,7 @@ def first_token_seconds(cache: str) -> float:
 
 def main() -> None:
     """Measures, prints both and ends with one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="How long the first token takes.")
     parser.add_argument("--repeats", type=int, default=3, help="runs with a warm cache")
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
     arguments = parser.parse_args()
