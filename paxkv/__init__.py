@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from paxkv.integrity import check_integrity
     from paxkv.llm import LLM, Score, StreamPiece
     from paxkv.logits_processors import LogitsProcessor, chain, default_processors, stateless
-    from paxkv.page_pool import PagePool, dense_from_pages, init_page_pool, pages_from_dense
+    from paxkv.page_pool import (
+        PagePool,
+        copy_pages,
+        dense_from_pages,
+        init_page_pool,
+        pages_from_dense,
+    )
     from paxkv.request import Completion, SamplingParams, TokenLogprob
     from paxkv.sampling import Sampling, greedy_sampling, same_sampling
     from paxkv.slots import Finish, Slots, init_slots, requests_from_prompts
@@ -54,6 +60,7 @@ __all__ = [
     "append_all",
     "chain",
     "check_integrity",
+    "copy_pages",
     "decode_loop",
     "decode_step",
     "default_processors",
@@ -87,7 +94,7 @@ _HOMES = {
     "integrity": "check_integrity",
     "llm": "LLM Score StreamPiece",
     "logits_processors": "LogitsProcessor chain default_processors stateless",
-    "page_pool": "PagePool dense_from_pages init_page_pool pages_from_dense",
+    "page_pool": "PagePool copy_pages dense_from_pages init_page_pool pages_from_dense",
     "request": "Completion SamplingParams TokenLogprob",
     "sampling": "Sampling greedy_sampling same_sampling",
     "slots": "Finish Slots init_slots requests_from_prompts",

@@ -16,7 +16,7 @@ from paxkv.decoder import Decoder
 from paxkv.engine import Engine
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.memory import free_bytes, parse_bytes
-from paxkv.models.bundled import name_or_bundled
+from paxkv.models.bundled import name_or_bundled, recommended_sampling
 from paxkv.models.chat_template import render_chat
 from paxkv.models.generation import GenerationConfig
 from paxkv.models.load import load_model
@@ -113,6 +113,8 @@ class LLM:
                 else Tokenizer.from_gguf(files.gguf_metadata)
             )
             self.generation = files.generation
+            if model is None:
+                self.generation = recommended_sampling(files.generation)
             longest = min(longest, files.config.max_position)
         else:
             decoder = model
