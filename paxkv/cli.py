@@ -39,9 +39,12 @@ KVMemory = Annotated[
     str | None,
     typer.Option(
         help='Memory for keys and values, like "512MiB" or "2GB". '
-        "[default: half of what is free, and no more than can be used]",
+        "[default: a share of what is free, and no more than can be used]",
         show_default=False,
     ),
+]
+MemoryShare = Annotated[
+    float, typer.Option(help="Share of the free memory to take, where --kv-memory names none.")
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens per page.")]
 
@@ -102,6 +105,7 @@ def generate(
     ] = None,
     dtype: Dtype = "bfloat16",
     kv_memory: KVMemory = None,
+    memory_share: MemoryShare = 0.5,
     page_size: PageSize = 16,
     max_slots: Annotated[int, typer.Option(help="Prompts that are served at once.")] = 32,
     as_json: Annotated[
@@ -129,7 +133,8 @@ def generate(
             repetition_penalty=repetition_penalty, stop=stop or (), seed=seed, logprobs=logprobs,
         )  # fmt: skip
         llm = _load(
-            model, dtype=dtype, kv_memory=kv_memory, page_size=page_size,
+            model, dtype=dtype, kv_memory=kv_memory, memory_share=memory_share,
+            page_size=page_size,
             max_slots=max(1, min(max_slots, len(prompts))),
         )  # fmt: skip
         if chat or (chat is None and llm.tokenizer and llm.tokenizer.chat_template):

@@ -345,3 +345,17 @@ def test_stats_count_tokens_and_the_fullest_moment():
     assert (stats.prefill_tokens, stats.decode_tokens) == (8 + 4, 12)
     assert stats.num_preemptions == 0
     assert 0 < stats.peak_tokens <= 4 * stats.peak_pages
+
+
+def test_a_burst_crosses_to_the_host_once(monkeypatch):
+    engine = make_engine(HISTORY)
+    request = engine.add(PROMPTS[2], settled(max_tokens=40))
+    transfers = []
+    fetch = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: transfers.append(x) or fetch(x))
+    num_steps = 0
+    while request.finish_reason is None:
+        engine.step()
+        num_steps += 1
+    assert len(transfers) == num_steps
+    assert num_steps > 1

@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE_TESTS = [
+    "tests/test_attention_errors.py",
+    "tests/test_attention_programs.py",
     "tests/test_block_table.py",
     "tests/test_cache.py",
     "tests/test_compilation.py",
