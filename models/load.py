@@ -56,6 +56,14 @@ def open_model(name_or_path: str | Path) -> ModelFiles:
     raise ValueError(f"{path} is neither a model folder nor a .gguf file")
 
 
+def checked_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype itself, or a ValueError if nothing here runs in it."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"dtype {dtype.name} is not one of {', '.join(SUPPORTED_DTYPES)}")
+    return dtype
+
+
 def load_model(
     name_or_path: str | Path, *, dtype: DTypeLike, on_progress: OnProgress | None = None
 ) -> LoadedModel:
@@ -66,9 +74,7 @@ def load_model(
         dtype: Of weights and activations: bfloat16, float16 or float32.
         on_progress: Called with the bytes loaded and the bytes in all, as loading goes on.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in SUPPORTED_DTYPES:
-        raise ValueError(f"dtype {dtype.name} is not one of {', '.join(SUPPORTED_DTYPES)}")
+    dtype = checked_dtype(dtype)
     files = open_model(name_or_path)
     decoder = load_weights(files.config, files.tensors, dtype=dtype, on_progress=on_progress)
     return LoadedModel(decoder=decoder, files=files)

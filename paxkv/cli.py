@@ -107,7 +107,7 @@ def generate(
     kv_memory: KVMemory = None,
     memory_share: MemoryShare = 0.5,
     page_size: PageSize = 16,
-    max_slots: Annotated[int, typer.Option(help="Prompts that are served at once.")] = 32,
+    max_slots: Annotated[int, typer.Option(min=1, help="Prompts that are served at once.")] = 32,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
     ] = False,
@@ -135,7 +135,7 @@ def generate(
         llm = _load(
             model, dtype=dtype, kv_memory=kv_memory, memory_share=memory_share,
             page_size=page_size,
-            max_slots=max(1, min(max_slots, len(prompts))),
+            max_slots=min(max_slots, len(prompts)),
         )  # fmt: skip
         if chat or (chat is None and llm.tokenizer and llm.tokenizer.chat_template):
             prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
@@ -182,7 +182,7 @@ def _errors_told() -> Iterator[None]:
 def _lines(file: Path | None) -> list[str]:
     assert file is not None
     try:
-        prompts = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+        prompts = [line for line in file.read_text("utf-8-sig").split("\n") if line.strip()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
     if not prompts:

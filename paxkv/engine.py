@@ -114,6 +114,8 @@ class Engine:
     ) -> None:
         if max_prefill_tokens < 16 or max_prefill_tokens & (max_prefill_tokens - 1):
             raise ValueError(f"{max_prefill_tokens=} must be a power of two, 16 or more")
+        if max_burst < 1:
+            raise ValueError(f"{max_burst=} must be at least 1 decode step")
         if max_length < 2:
             raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
         self.decoder = decoder
@@ -208,7 +210,7 @@ class Engine:
         middle = time.perf_counter()
         self._cache, self._slots, burst = decode_loop_jit(
             self.decoder, self._cache, self._slots,
-            np.int32(min(max_steps or self.max_burst, self.max_burst)),
+            np.int32(self.max_burst if max_steps is None else min(max_steps, self.max_burst)),
             until_finish=np.bool_(len(self._scheduler.waiting) > 0), processor=self._processor,
         )  # fmt: skip
         burst, prompt_logprobs = jax.device_get((burst, prompt_logprobs))
@@ -264,11 +266,22 @@ class Engine:
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
         if len(prompt) >= self.max_length:
+            why = "shorten the prompt or raise max_length"
+            if self.max_length > self.capacity:
+                why = (
+                    f"the pool holds {self.capacity} tokens ({self.num_pages} pages of "
+                    f"{self.page_size}), and one more need not be stored. Shorten the prompt or "
+                    "give the KV cache more memory"
+                )
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
-                f"{self.max_length}: the pool holds {self.capacity} tokens "
-                f"({self.num_pages} pages of {self.page_size}), and one more need not be stored. "
-                "Shorten the prompt, or raise max_length and the KV memory"
+                f"{self.max_length}: {why}"
+            )
+        named = (*params.stop_token_ids, *dict(params.logit_bias))
+        if wrong := [token for token in named if token >= vocab_size]:
+            raise ValueError(
+                f"stop_token_ids and logit_bias name token id {wrong[0]}, which is not in the "
+                f"vocabulary, 0 to {vocab_size - 1}"
             )
         if len(stops) > NUM_STOP_IDS:
             raise ValueError(f"{len(stops)} stop tokens; a request may have {NUM_STOP_IDS}")

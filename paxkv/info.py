@@ -8,7 +8,7 @@ from rich.table import Table
 from paxkv.config import page_bytes
 from paxkv.memory import format_bytes, free_bytes, parse_bytes
 from paxkv.models.bundled import name_or_bundled
-from paxkv.models.load import open_model
+from paxkv.models.load import checked_dtype, open_model
 
 _PAGE_SIZES = (8, 16, 32, 64, 128)
 _EXAMPLE_LENGTH = 1024  # tokens
@@ -22,7 +22,7 @@ def print_info(model: str | None, *, dtype: str, kv_memory: str | None) -> None:
     """
     path = name_or_bundled(model)
     config = open_model(path).config
-    size = jnp.dtype(dtype).itemsize
+    size = checked_dtype(dtype).itemsize
     free = free_bytes()
     weights = config.weight_bytes(size)
     memory = parse_bytes(kv_memory) if kv_memory else max(free - weights, 0)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import numbers
+import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ from paxkv.config import num_pages_for, pages_of
 from paxkv.decoder import Decoder
 from paxkv.engine import Engine
 from paxkv.logits_processors import LogitsProcessor
-from paxkv.memory import free_bytes, parse_bytes
+from paxkv.memory import format_bytes, free_bytes, parse_bytes
 from paxkv.models.bundled import name_or_bundled, recommended_sampling
 from paxkv.models.chat_template import render_chat
 from paxkv.models.generation import GenerationConfig
-from paxkv.models.load import load_model
+from paxkv.models.load import checked_dtype, load_model
 from paxkv.models.tokenizer import Tokenizer
 from paxkv.models.weights import OnProgress
 from paxkv.output_text import OutputText
@@ -100,6 +102,7 @@ class LLM:
         compilation_cache: bool = True,
         on_progress: OnProgress | None = None,
     ) -> None:
+        dtype = checked_dtype(dtype)
         if compilation_cache:
             use_compilation_cache()
         self.generation = GenerationConfig()
@@ -251,7 +254,7 @@ class LLM:
         self.engine.set_decoder(nnx.merge(nnx.graphdef(self.engine.decoder), weights))
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
-        tokens = self._needs_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = self._tokens_of(prompt)
         eos = () if params.ignore_eos else self.generation.eos_token_ids
         return self.engine.add(tokens, params.with_defaults(self.generation), eos)
 
@@ -263,6 +266,16 @@ class LLM:
         if output.has_stopped:
             self.engine.abort(output.request)
         return output.request.finish_reason is not None
+
+    def _tokens_of(self, prompt: Prompt) -> list[int]:
+        try:
+            if isinstance(prompt, str):
+                return self._needs_tokenizer().encode(prompt)
+            if not isinstance(prompt, bytes):
+                return [operator.index(token) for token in prompt]
+        except TypeError:
+            pass  # not a sequence of integers, or text that is not Unicode
+        raise ValueError(f"a prompt must be text or a list of token ids, found {prompt!r:.60}")
 
     def _needs_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -281,7 +294,12 @@ def _num_pages(
 ) -> int:
     if not 0 < memory_share <= 1:
         raise ValueError(f"{memory_share=} must be above 0 and at most 1")
-    memory = int(free_bytes() * memory_share) if kv_memory is None else parse_bytes(kv_memory)
+    free = free_bytes()
+    memory = int(free * memory_share) if kv_memory is None else parse_bytes(kv_memory)
+    if memory > free:
+        raise ValueError(
+            f"kv_memory={kv_memory} is {format_bytes(memory)}, and {format_bytes(free)} are free"
+        )
     fits = num_pages_for(memory, decoder.layer_groups, page_size=page_size, dtype=jnp.dtype(dtype))
     return fits if kv_memory is not None else min(fits, needed)
 
@@ -290,7 +308,7 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], int) else items
+    return [items] if items and isinstance(items[0], numbers.Integral) else items
 
 
 def _each(
@@ -308,7 +326,7 @@ def _refused(prompt: Prompt, error: ValueError) -> Completion:
         text="",
         token_ids=[],
         finish_reason="error",
-        prompt_token_ids=[] if isinstance(prompt, str) else list(prompt),
+        prompt_token_ids=list(prompt) if isinstance(prompt, list | tuple) else [],
         error=str(error),
     )
 

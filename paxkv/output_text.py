@@ -6,6 +6,8 @@ from paxkv.request import Completion
 from paxkv.scheduler import Request
 from paxkv.stop_strings import StopStrings
 
+_NO_TOKEN = "no token could be chosen: the logits hold NaN or infinity, or every token is forbidden"
+
 
 class OutputText:
     """Turns a request's tokens into text, up to a stop token or the first stop string.
@@ -51,7 +53,7 @@ class OutputText:
             prompt_token_ids=request.prompt,
             logprobs=None if params.logprobs is None else request.logprobs[: self._num_read],
             prompt_logprobs=None if params.prompt_logprobs is None else request.prompt_logprobs,
-            error="the model gave NaN for the next token" if reason == "error" else None,
+            error=_NO_TOKEN if reason == "error" else None,
         )
 
     def _spell(self, token: int) -> str:

@@ -61,13 +61,14 @@ def prefill_step(
         cache: Pages are reserved for the tokens; if the pool is short, nothing happens at all.
         slots: The requests. Their newest token is left to decode.
         q_lens: `i32[B]`, at most what a slot has besides its newest token that is not in the
-            cache. 0 leaves a slot be.
+            cache. 0 or less leaves a slot be.
         num_rows: T, at least the sum of `q_lens`; each T is compiled once.
         num_prompt_logprobs: n, of how many best tokens the prompt's log-probabilities are wanted.
 
     Returns:
         The new cache; `bool[]`, whether the pool had the pages; the log-probabilities, if wanted.
     """
+    q_lens = jnp.maximum(q_lens, 0)  # `prompt_lens - 1` of an idle slot is -1
     cache, fits, hidden, view = _store(decoder, cache, slots.requests, q_lens, num_rows, None)
     if num_prompt_logprobs is None:
         return cache, fits, None

@@ -12,6 +12,7 @@ from paxkv.slots import Finish, News, Requests, idle_requests
 from paxkv.steps import PromptLogprobs
 
 NUM_STOP_IDS = 16  # stop tokens of one request
+_INT32_MAX = 2**31 - 1
 
 _REASONS: dict[int, FinishReason | None] = {
     Finish.NOT: None,
@@ -47,14 +48,14 @@ def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> 
     sampling, settings = rows.sampling, rows.settings
     assert params.top_k is not None, "params must be settled, see SamplingParams.with_defaults"
     sampling.temperature[slot] = params.temperature
-    sampling.top_k[slot] = max(params.top_k, 0)
+    sampling.top_k[slot] = min(max(params.top_k, 0), _INT32_MAX)
     sampling.top_p[slot] = params.top_p
     sampling.min_p[slot] = params.min_p
     sampling.key[slot] = request_key(params.seed, request.id, engine_seed)
     settings.repetition_penalty[slot] = params.repetition_penalty
     settings.presence_penalty[slot] = params.presence_penalty
     settings.frequency_penalty[slot] = params.frequency_penalty
-    settings.min_tokens[slot] = params.min_tokens
+    settings.min_tokens[slot] = min(params.min_tokens, _INT32_MAX)
     settings.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
     biases = dict(params.logit_bias)
     settings.bias_ids[slot, : len(biases)] = list(biases)

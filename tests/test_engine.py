@@ -359,3 +359,26 @@ def test_a_burst_crosses_to_the_host_once(monkeypatch):
         num_steps += 1
     assert len(transfers) == num_steps
     assert num_steps > 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"stop_token_ids": [VOCAB]}, {"stop_token_ids": [2**31]}, {"logit_bias": {VOCAB: 1.0}}],
+)
+def test_a_token_outside_the_vocabulary_is_refused_before_it_is_queued(params):
+    engine = make_engine(HISTORY)
+    with pytest.raises(ValueError, match=f"not in the vocabulary, 0 to {VOCAB - 1}"):
+        engine.add([1, 2], settled(**params))
+    assert not engine.has_work
+
+
+def test_numbers_past_int32_are_as_good_as_the_largest():
+    engine = make_engine(HISTORY)
+    params = settled(max_tokens=4, top_k=2**31, temperature=1.0, seed=1)
+    [request] = serve(engine, [[1, 2]], params)
+    assert request.output == alone((1, 2), settled(max_tokens=4, temperature=1.0, seed=1))[0]
+
+
+def test_a_burst_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="max_burst=0 must be at least 1"):
+        make_engine(HISTORY, max_burst=0)

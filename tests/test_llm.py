@@ -619,3 +619,18 @@ def test_two_layer_groups_share_the_memory():
 
     llm = make_llm(Mixed(np.zeros(8)), kv_memory=10 * 2 * 2 * 4 * 4)
     assert llm.engine.num_pages == 9
+
+
+@pytest.mark.parametrize("prompt", [b"AB", [1.5, 2.0], [None], 7.5])
+def test_what_is_no_prompt_is_told_and_the_others_are_served(prompt):
+    bad, good = make_llm().generate([prompt, [5, 6]], GREEDY)
+    assert bad.finish_reason == "error" and "text or a list of token ids" in str(bad.error)
+    assert good.finish_reason != "error"
+
+
+def test_arrays_of_token_ids_are_prompts():
+    llm = make_llm()
+    expected = llm.generate([[5, 6, 7]], GREEDY)
+    prompt: Any = np.array([5, 6, 7])
+    assert llm.generate(prompt, GREEDY) == expected
+    assert llm.generate([prompt], GREEDY) == expected
