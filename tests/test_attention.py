@@ -129,15 +129,17 @@ class TestPagedAttention:
 
     @pytest.mark.parametrize("dtype", TWO_DTYPES)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    @pytest.mark.parametrize("q_len", [1, 8])
     def test_page_size_and_lengths_off_the_tile_change_nothing(
-        self, implementation, page_size, dtype
+        self, implementation, page_size, dtype, q_len
     ):
         case = Case(
-            lengths=((8, 9), (8, 100), (8, 192)), num_heads=14, num_kv_heads=2,
+            lengths=((q_len, 9), (q_len, 100), (q_len, 192)), num_heads=14, num_kv_heads=2,
             page_size=page_size,
         )  # fmt: skip
         inputs = random_inputs(case, DTYPES[dtype])
-        results = [attend(implementation, inputs) for _ in range(3)]
+        max_q_len = 1 if q_len == 1 else None
+        results = [attend(implementation, inputs, max_q_len=max_q_len) for _ in range(3)]
         assert_right(inputs, results[0])
         for result in results[1:]:
             for found, first in zip(result, results[0], strict=True):
@@ -193,6 +195,8 @@ class TestPagedAttention:
         inputs = one_hot_inputs(case, "float32")
         result = attend(implementation, inputs)
         assert_right(inputs, result)
+        alone = one_hot_inputs(Case(lengths=((1, 5),)), "float32")
+        assert_right(alone, attend(implementation, alone, max_q_len=1))
         for slot, (q_len, kv_len) in enumerate(case.lengths):
             weights = rows_of(inputs, result.out, slot)[:, 0, :kv_len]
             for row, seen in zip(weights, range(kv_len - q_len + 1, kv_len + 1), strict=True):

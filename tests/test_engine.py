@@ -1,15 +1,18 @@
 """Many requests over one pool: each is served as if it were alone."""
 
+import dataclasses
 import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import (
+    TINY_CONFIG,
     VOCAB,
     HistoryDecoder,
     StubDecoder,
@@ -23,6 +26,8 @@ from helpers import (
     settled,
     tiny_decoder,
 )
+from paxkv.models.llama import LlamaDecoder
+from paxkv.models.rope import RopeConfig
 from paxkv.request import SamplingParams
 
 PROMPTS = random_prompts([1, 9, 30, 5, 17, 2, 12])
@@ -382,3 +387,15 @@ def test_numbers_past_int32_are_as_good_as_the_largest():
 def test_a_burst_of_nothing_is_refused():
     with pytest.raises(ValueError, match="max_burst=0 must be at least 1"):
         make_engine(HISTORY, max_burst=0)
+
+
+def test_decoding_goes_on_past_the_length_a_model_was_made_for():
+    rope = RopeConfig(theta=10000.0, scaling="linear", factor=4.0)
+    config = dataclasses.replace(TINY_CONFIG, rope=rope, max_position=64)
+    decoder = LlamaDecoder(config, rngs=nnx.Rngs(3))
+    [prompt] = random_prompts([60])
+    [request] = serve(
+        make_engine(decoder, max_length=256, num_pages=129), [prompt], settled(max_tokens=20)
+    )
+    assert len(request.output) == 20
+    assert_greedy(decoder, prompt, request.output, length=80)
