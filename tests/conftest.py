@@ -3,6 +3,7 @@
 import gc
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +21,8 @@ def _programs_are_dropped_after_each_file():
 
     The programs of all test files together are more: without this, LLVM crashes near the end.
     """
+    import jax  # only now: it reads the settings above when it is first imported
+
     yield
     jax.clear_caches()
     gc.collect()
