@@ -69,13 +69,14 @@ def render_chat(
         **variables: More that the template knows, such as `tools` or `enable_thinking`.
 
     Raises:
-        ValueError: There is no template, or it fails or refuses the messages.
+        ValueError: There is no template, the messages are none, or it fails or refuses them.
     """
     if template is None:
         raise ValueError(
             "the model has no chat template: give it a text to continue instead of messages, or a"
             " model that was trained for chat (their names often end in -Instruct or -Chat)"
         )
+    _check_messages(messages)
     context = {"tools": None, "documents": None, **special_tokens, **variables}
     context |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
     context = _plain(context)
@@ -88,6 +89,20 @@ def render_chat(
         raise ValueError("the model's chat template calls itself without end") from error
     except Exception as error:  # it runs code that is not ours, which may raise anything
         raise ValueError(f"the model's chat template failed: {error}") from error
+
+
+def _check_messages(messages: object) -> None:
+    """Templates read what is missing as empty, and ask the model something else in silence."""
+    form = 'a conversation is a list of {"role": ..., "content": ...} messages'
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ValueError(f"{form}, found {messages!r:.60}")
+    if not messages:
+        raise ValueError(f"{form}; found an empty list: at least one is needed to answer")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{form}; message {number} has no role: {message!r:.60}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"{form}; message {number} has no content: {message!r:.60}")
 
 
 def _plain(context: dict[str, Any]) -> dict[str, Any]:

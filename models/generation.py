@@ -6,6 +6,8 @@ from typing import Any
 
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, turn, message
 
+_WHOLE_NUMBERS = ("bos_token_id", "max_new_tokens", "top_k")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
@@ -13,6 +15,7 @@ class GenerationConfig:
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    max_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -24,8 +27,10 @@ class GenerationConfig:
             raise ValueError(f"eos_token_id={self.eos_token_ids} must hold token ids")
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, int | float):
-                raise ValueError(f"{field.name}={value!r} must be a number")
+            is_whole = field.name in _WHOLE_NUMBERS
+            if value is not None and not isinstance(value, int if is_whole else int | float):
+                kind = "an integer" if is_whole else "a number"
+                raise ValueError(f"{field.name}={value!r} must be {kind}")
 
     @classmethod
     def from_hf(

@@ -77,7 +77,10 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most, of each prompt.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="New tokens at most, of each prompt. [default: the model's, else 256]"),
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(help="0 takes the most likely token. [default: the model's, else 1]"),
@@ -115,7 +118,8 @@ def generate(
     """Answer a prompt, or each line of a file.
 
     One prompt is streamed; many are served together, with a progress bar. Ctrl-C keeps what is
-    done. The text goes to standard output, everything else to standard error.
+    done. The text goes to standard output, everything else to standard error. The exit status is 1
+    if a prompt could not be served, the others being there.
 
     Examples:
         paxkv generate "Why do operating systems use pages?"
@@ -141,14 +145,16 @@ def generate(
             prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
         try:
             if len(prompts) == 1:
-                _stream(llm, prompts[0], params, as_json=as_json)
+                all_served = _stream(llm, prompts[0], params, as_json=as_json)
             else:
-                _many(llm, prompts, params, as_json=as_json)
+                all_served = _many(llm, prompts, params, as_json=as_json)
         except KeyboardInterrupt:
             _notes.print("\nstopped; what was done stands above")
             raise typer.Exit(130) from None
         finally:
             _notes.print(_summary(llm), style="dim")
+        if not all_served:
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -205,7 +211,8 @@ def _progress(*columns) -> Progress:
     return Progress(*shown, console=_notes, transient=True)
 
 
-def _stream(llm: "paxkv.LLM", prompt, params: SamplingParams, *, as_json: bool) -> None:
+def _stream(llm: "paxkv.LLM", prompt, params: SamplingParams, *, as_json: bool) -> bool:
+    """Prints one completion as it grows; whether it was served."""
     completion = None
     for piece in llm.stream(prompt, params):
         completion = piece.completion
@@ -213,17 +220,25 @@ def _stream(llm: "paxkv.LLM", prompt, params: SamplingParams, *, as_json: bool) 
             print(piece.text, end="", flush=True)
     assert completion is not None
     print(_as_json(0, completion) if as_json else "", flush=True)
+    _tell_error(0, completion)
+    return completion.error is None
 
 
-def _many(llm: "paxkv.LLM", prompts, params: SamplingParams, *, as_json: bool) -> None:
-    """Prints completions in the order of their prompts, as soon as those before are there."""
+def _many(llm: "paxkv.LLM", prompts, params: SamplingParams, *, as_json: bool) -> bool:
+    """Prints completions in the order of their prompts, as soon as those before are there.
+
+    Returns:
+        Whether all were served.
+    """
     done: dict[int, Completion] = {}
     next_index = 0
+    all_served = True
     with _progress(MofNCompleteColumn()) as progress:
         task = progress.add_task("generating", total=len(prompts))
         try:
             for index, completion in llm.as_completed(prompts, params):
                 done[index] = completion
+                all_served &= completion.error is None
                 progress.advance(task)
                 while next_index in done:
                     _print_one(next_index, done.pop(next_index), as_json=as_json)
@@ -232,13 +247,16 @@ def _many(llm: "paxkv.LLM", prompts, params: SamplingParams, *, as_json: bool) -
             for index, completion in sorted(done.items()):
                 _print_one(index, completion, as_json=as_json)
             raise
+    return all_served
 
 
 def _print_one(index: int, completion: Completion, *, as_json: bool) -> None:
-    if as_json:
-        print(_as_json(index, completion), flush=True)
-        return
-    print(f"[{index + 1}] {completion.text}", flush=True)
+    text = _as_json(index, completion) if as_json else f"[{index + 1}] {completion.text}"
+    print(text, flush=True)
+    _tell_error(index, completion)
+
+
+def _tell_error(index: int, completion: Completion) -> None:
     if completion.error:
         _notes.print(f"prompt {index + 1} was not served: {completion.error}", style="red")
 

@@ -188,7 +188,7 @@ class Engine:
             prompt=list(prompt),
             params=params,
             stop_token_ids=stops,
-            max_num_tokens=min(len(prompt) + params.max_tokens, self.max_length),
+            max_num_tokens=min(len(prompt) + (params.max_tokens or 0), self.max_length),
         )
         self._num_added += 1
         self._scheduler.waiting.append(request)
@@ -260,6 +260,8 @@ class Engine:
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, stops: tuple[int, ...]) -> None:
         vocab_size = self.decoder.vocab_size
+        if not params.is_settled:
+            raise ValueError(f"settle what is left open, with_defaults of a model: {params}")
         if not prompt:
             raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")
         if not all(0 <= token < vocab_size for token in prompt):

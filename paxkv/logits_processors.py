@@ -103,7 +103,14 @@ def chain(*processors: LogitsProcessor) -> LogitsProcessor:
 
 def default_processors() -> LogitsProcessor:
     """What `SamplingParams` asks for: the bias, then the penalties, then the least length."""
-    return chain(logit_bias(), penalties(), min_tokens())
+    each = chain(logit_bias(), penalties(), min_tokens())
+
+    def is_asked(logits: jax.Array, slots: SlotView) -> jax.Array:
+        predicates = _wants_bias, _wants_penalties, _is_short
+        return jnp.stack([jnp.any(wants(logits, slots)) for wants in predicates])
+
+    # One branch around the three of them: a branch copies `[B, V]` even where it changes nothing.
+    return _when_asked(is_asked, lambda logits, slots: each.apply(each.init(0), logits, slots))
 
 
 def neutral_settings(num_slots: int, num_stop_ids: int) -> LogitSettings:
@@ -127,42 +134,56 @@ def penalties() -> LogitsProcessor:
     them, the frequency penalty is taken off once for each time a token stands in the output, and
     the presence penalty once if it does.
     """
-    return stateless(_penalise)
+    return _when_asked(_wants_penalties, _penalise)
 
 
 def logit_bias() -> LogitsProcessor:
     """Adds to the logits of named tokens."""
-    return stateless(_add_bias)
+    return _when_asked(_wants_bias, _add_bias)
 
 
 def min_tokens() -> LogitsProcessor:
     """Forbids the stop tokens until the output is `min_tokens` long."""
-    return stateless(_hold_back_stops)
+    return _when_asked(_is_short, _hold_back_stops)
 
 
-def _penalise(logits: jax.Array, slots: SlotView) -> jax.Array:
+def _when_asked(
+    is_asked: Callable[[jax.Array, SlotView], jax.Array],
+    change: Callable[[jax.Array, SlotView], jax.Array],
+) -> LogitsProcessor:
+    """A processor that costs little while `is_asked`, of logits and slots, is false for all."""
+
+    def apply(logits: jax.Array, slots: SlotView) -> jax.Array:
+        asked = jnp.any(is_asked(logits, slots))
+        return lax.cond(asked, change, lambda logits, slots: logits, logits, slots)
+
+    return stateless(apply)
+
+
+def _wants_penalties(logits: jax.Array, slots: SlotView) -> jax.Array:
     settings = slots.settings
-    is_asked = (
+    return (
         (settings.repetition_penalty != 1.0)
         | (settings.presence_penalty != 0.0)
         | (settings.frequency_penalty != 0.0)
     ) & (slots.num_tokens > 0)
 
-    def penalised() -> jax.Array:
-        places = lax.broadcasted_iota(jnp.int32, slots.tokens.shape, 1)
-        is_output = places >= slots.prompt_lens[:, None]
-        is_token = (places < slots.num_tokens[:, None]) & is_asked[:, None]
-        in_prompt = _count(slots.tokens, is_token & ~is_output, logits.shape)
-        in_output = _count(slots.tokens, is_token & is_output, logits.shape)
-        repetition = settings.repetition_penalty[:, None]
-        out = logits.astype(jnp.float32)
-        repeated = jnp.where(out > 0.0, out / repetition, out * repetition)
-        out = jnp.where(in_prompt + in_output > 0, repeated, out)
-        out -= settings.frequency_penalty[:, None] * in_output.astype(jnp.float32)
-        out -= settings.presence_penalty[:, None] * (in_output > 0).astype(jnp.float32)
-        return out.astype(logits.dtype)
 
-    return lax.cond(jnp.any(is_asked), penalised, lambda: logits)
+def _penalise(logits: jax.Array, slots: SlotView) -> jax.Array:
+    settings = slots.settings
+    places = lax.broadcasted_iota(jnp.int32, slots.tokens.shape, 1)
+    is_output = places >= slots.prompt_lens[:, None]
+    is_token = places < slots.num_tokens[:, None]
+    is_token &= _wants_penalties(logits, slots)[:, None]
+    in_prompt = _count(slots.tokens, is_token & ~is_output, logits.shape)
+    in_output = _count(slots.tokens, is_token & is_output, logits.shape)
+    repetition = settings.repetition_penalty[:, None]
+    out = logits.astype(jnp.float32)
+    repeated = jnp.where(out > 0.0, out / repetition, out * repetition)
+    out = jnp.where(in_prompt + in_output > 0, repeated, out)
+    out -= settings.frequency_penalty[:, None] * in_output.astype(jnp.float32)
+    out -= settings.presence_penalty[:, None] * (in_output > 0).astype(jnp.float32)
+    return out.astype(logits.dtype)
 
 
 def _count(tokens: jax.Array, is_counted: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -172,25 +193,24 @@ def _count(tokens: jax.Array, is_counted: jax.Array, shape: tuple[int, ...]) -> 
     return jnp.zeros(shape, jnp.int32).at[rows, counted].add(1, mode="drop")
 
 
+def _wants_bias(logits: jax.Array, slots: SlotView) -> jax.Array:
+    return (slots.settings.bias_ids < logits.shape[1]) & (slots.num_tokens > 0)[:, None]
+
+
 def _add_bias(logits: jax.Array, slots: SlotView) -> jax.Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
     ids, values = slots.settings.bias_ids, slots.settings.bias_values
+    biased = logits.astype(jnp.float32).at[rows, ids].add(values, mode="drop")
+    return biased.astype(logits.dtype)
 
-    def biased() -> jax.Array:
-        rows = jnp.arange(logits.shape[0])[:, None]
-        bias = logits.astype(jnp.float32).at[rows, ids].add(values, mode="drop")
-        return bias.astype(logits.dtype)
 
-    is_asked = (ids < logits.shape[1]) & (slots.num_tokens > 0)[:, None]
-    return lax.cond(jnp.any(is_asked), biased, lambda: logits)
+def _is_short(logits: jax.Array, slots: SlotView) -> jax.Array:
+    num_outputs = slots.num_tokens - slots.prompt_lens
+    return (num_outputs < slots.settings.min_tokens) & (slots.num_tokens > 0)
 
 
 def _hold_back_stops(logits: jax.Array, slots: SlotView) -> jax.Array:
-    num_outputs = slots.num_tokens - slots.prompt_lens
-    is_short = (num_outputs < slots.settings.min_tokens) & (slots.num_tokens > 0)
-
-    def held_back() -> jax.Array:
-        rows = jnp.arange(logits.shape[0])[:, None]
-        stops = jnp.where(is_short[:, None], slots.settings.stop_ids, NO_TOKEN)
-        return logits.at[rows, stops].set(-jnp.inf, mode="drop")
-
-    return lax.cond(jnp.any(is_short), held_back, lambda: logits)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    is_short = _is_short(logits, slots)[:, None]
+    stops = jnp.where(is_short, slots.settings.stop_ids, NO_TOKEN)
+    return logits.at[rows, stops].set(-jnp.inf, mode="drop")

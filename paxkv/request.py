@@ -10,10 +10,16 @@ type FinishReason = Literal["stop", "length", "error"]
 
 MAX_LOGPROBS = 20  # best tokens listed at each place
 MAX_LOGIT_BIASES = 300  # tokens of one request, as in OpenAI's interface
+_MAX_FLOAT32 = 3.4028234e38  # what the device computes with has no larger numbers
 
 
 class SamplingDefaults(Protocol):
     """What a model's generation_config says; `None` where it says nothing."""
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """`max_tokens` by another name."""
+        ...
 
     @property
     def temperature(self) -> float | None:
@@ -53,7 +59,7 @@ class SamplingParams:
         ValueError: A value is out of range. Both messages name the value and what is allowed.
     """
 
-    max_tokens: int = 256  # new tokens at most
+    max_tokens: int | None = None  # new tokens at most; default 256
     temperature: float | None = None  # 0 takes the most likely token; default 1.0
     top_k: int | None = None  # keep the k most likely tokens; 0 or -1 keeps all
     top_p: float | None = None  # keep the smallest set of tokens with this probability; default 1.0
@@ -75,7 +81,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 object.__setattr__(self, name, check(name, value))  # frozen, but not yet
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}"
             )
@@ -84,9 +90,15 @@ class SamplingParams:
         """Settles what the caller left open: as the model says, else neutral."""
         settled = {}
         for name, neutral in _NEUTRAL.items():
-            choices = getattr(self, name), getattr(model, name), neutral
+            name_of_model = "max_new_tokens" if name == "max_tokens" else name
+            choices = getattr(self, name), getattr(model, name_of_model), neutral
             settled[name] = next(choice for choice in choices if choice is not None)
         return dataclasses.replace(self, **settled)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left open for the model to say."""
+        return all(getattr(self, name) is not None for name in _NEUTRAL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +132,10 @@ def _integer(name: str, value: object) -> int:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number")
-    return float(value)
+    number = float(value)
+    if _MAX_FLOAT32 < abs(number) < math.inf:
+        raise ValueError(f"{name}={number} must be within float32's {_MAX_FLOAT32}")
+    return number
 
 
 def _flag(name: str, value: object) -> bool:
@@ -205,11 +220,18 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "logprobs": _num_listed,
     "prompt_logprobs": _num_listed,
     "repetition_penalty": _within(
-        _number, lambda x: 0 < x < math.inf, "finite and above 0; 1 is off"
+        _number, lambda x: 1e-6 <= x <= 1e6, "from 1e-06 to 1e+06; 1 is off"
     ),
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "logit_bias": _biases,
 }
-_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NEUTRAL = {
+    "max_tokens": 256,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 _MAY_BE_NONE = {*_NEUTRAL, "seed", "logprobs", "prompt_logprobs"}

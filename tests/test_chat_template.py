@@ -1,5 +1,8 @@
 """Conversations become the text that the model's template says, and templates stay in their box."""
 
+import re
+from typing import Any
+
 import pytest
 
 from paxkv.models import chat_template
@@ -16,9 +19,9 @@ CHATML = """\
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def _render(template: str | None, messages: list[dict[str, object]] | None = None, **variables):
+def _render(template: str | None, messages: Any = MESSAGES, **variables):
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return render_chat(template, messages or MESSAGES, special_tokens=tokens, **variables)
+    return render_chat(template, messages, special_tokens=tokens, **variables)
 
 
 def test_conversation_is_written_as_the_template_says():
@@ -108,6 +111,29 @@ def test_callers_messages_stay_as_they_were():
 def test_messages_of_other_types_are_refused():
     with pytest.raises(ValueError, match=r"^messages may hold JSON"):
         _render(CHATML, [{"role": "user", "content": object()}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ("Hi", "found 'Hi'"),
+        ({"role": "user", "content": "Hi"}, "found {'role'"),
+        ([], "an empty list: at least one is needed"),
+        (["Hi"], "message 0 has no role: 'Hi'"),
+        ([MESSAGES[0], {"content": "Hi"}], "message 1 has no role"),
+        ([{"role": "user"}], "message 0 has no content"),
+        ([{"role": "user", "content": None}], "message 0 has no content"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages, what):
+    with pytest.raises(ValueError, match=re.escape(what)) as error:
+        _render(CHATML, messages)
+    assert "a conversation is a list of" in str(error.value)
+
+
+def test_message_of_tool_calls_needs_no_content():
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert _render("{{ messages[0].tool_calls[0].name }}", [calls]) == "f"
 
 
 def test_model_without_template_says_what_to_do():

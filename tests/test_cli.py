@@ -110,10 +110,12 @@ def test_a_prompt_that_cannot_be_served_does_not_stop_the_others(tiny_model, tmp
     file = tmp_path / "prompts.txt"
     file.write_text("first\n" + "long" * 30 + "\nthird\n")
     result = generate(tiny_model, *QUICK, "--file", file, "--json")
+    assert result.exit_code == 1
     first, second, third = (json.loads(line) for line in result.stdout.splitlines())
     assert second["finish_reason"] == "error" and "120 tokens" in second["error"]
     assert len(first["token_ids"]) == len(third["token_ids"]) == 6
     result = generate(tiny_model, *QUICK, "--file", file)
+    assert result.exit_code == 1
     assert "prompt 2 was not served" in " ".join(result.stderr.split())
 
 

@@ -14,6 +14,7 @@ from paxkv.request import SamplingParams
 class ModelSettings:
     """As much of a generation_config as matters here."""
 
+    max_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -35,11 +36,12 @@ class ModelSettings:
         ("min_p", -0.1, "from 0 to 1"),
         ("min_p", 1.1, "from 0 to 1"),
         ("min_tokens", -1, "0 or more"),
-        ("min_tokens", 300, "min_tokens=300 must be at most max_tokens=256"),
         ("logprobs", 21, "from 0 to 20"),
         ("logprobs", -1, "from 0 to 20"),
         ("prompt_logprobs", 21, "from 0 to 20"),
-        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 0.0, "from 1e-06 to 1e+06"),
+        ("repetition_penalty", 1e-50, "from 1e-06 to 1e+06"),
+        ("temperature", 1e39, "float32"),
         ("presence_penalty", 2.5, "from -2 to 2"),
         ("frequency_penalty", -2.5, "from -2 to 2"),
         ("stop", "", "leave it out"),
@@ -48,6 +50,7 @@ class ModelSettings:
         ("logit_bias", {-1: 1.0}, "logit_bias id=-1"),
         ("logit_bias", {1: math.nan}, "logit_bias of 1=nan"),
         ("logit_bias", {1: math.inf}, "-inf to forbid"),
+        ("logit_bias", {1: -1e39}, "float32"),
         ("logit_bias", {token: 1.0 for token in range(301)}, "names 301 tokens; at most 300"),
         ("logit_bias", [(1, 1.0), (1, 2.0)], "twice"),
     ],
@@ -65,7 +68,6 @@ def test_value_out_of_range_is_refused_with_what_is_allowed(name, value, needle)
         ("max_tokens", "5"),
         ("max_tokens", 5.0),
         ("max_tokens", True),
-        ("max_tokens", None),
         ("temperature", "1"),
         ("temperature", True),
         ("temperature", 1j),
@@ -137,6 +139,15 @@ def test_lists_dicts_and_numpy_numbers_become_tuples_of_plain_numbers():
     assert SamplingParams(logit_bias=iter([(1, 2)])).logit_bias == ((1, 2.0),)
 
 
+def test_min_tokens_above_max_tokens_is_refused():
+    with pytest.raises(ValueError, match="min_tokens=300 must be at most max_tokens=299"):
+        SamplingParams(min_tokens=300, max_tokens=299)
+    open_params = SamplingParams(min_tokens=300)
+    assert open_params.with_defaults(ModelSettings(max_new_tokens=300)).max_tokens == 300
+    with pytest.raises(ValueError, match="min_tokens=300 must be at most max_tokens=256"):
+        open_params.with_defaults(ModelSettings())
+
+
 def test_params_survive_replace():
     params = SamplingParams(stop="a", logit_bias={1: 2.0}, stop_token_ids=[3])
     assert dataclasses.replace(params) == params
@@ -145,12 +156,15 @@ def test_params_survive_replace():
 
 
 def test_defaults_come_from_the_caller_then_the_model_then_neutral():
-    model = ModelSettings(temperature=0.6, top_p=0.9)
+    model = ModelSettings(temperature=0.6, top_p=0.9, max_new_tokens=40)
     settled = SamplingParams(temperature=0.0, seed=3, stop="x").with_defaults(model)
     assert (settled.temperature, settled.top_p) == (0.0, 0.9)  # a caller's 0 is not "left open"
     assert (settled.top_k, settled.min_p, settled.repetition_penalty) == (0, 0.0, 1.0)
-    assert (settled.seed, settled.stop, settled.max_tokens) == (3, ("x",), 256)
-    assert SamplingParams().with_defaults(ModelSettings()).temperature == 1.0
+    assert (settled.seed, settled.stop, settled.max_tokens) == (3, ("x",), 40)
+    assert SamplingParams(max_tokens=5).with_defaults(model).max_tokens == 5
+    neutral = SamplingParams().with_defaults(ModelSettings())
+    assert (neutral.temperature, neutral.max_tokens) == (1.0, 256)
+    assert neutral.is_settled and not SamplingParams(temperature=1.0).is_settled
 
 
 def test_model_setting_out_of_range_is_refused():

@@ -255,14 +255,21 @@ def test_generation_settings_come_from_both_files(tmp_path):
     folder = write_folder(tmp_path, CONFIG, make_weights(CONFIG))
     assert open_model(folder).generation == GenerationConfig(eos_token_ids=(1,), bos_token_id=0)
     settings = {"eos_token_id": [5, 6], "temperature": 0.6, "top_p": 0.9, "top_k": None, "x": 1}
+    settings["max_new_tokens"] = 20
     (folder / "generation_config.json").write_text(json.dumps(settings))
     assert open_model(folder).generation == GenerationConfig(
-        eos_token_ids=(5, 6), bos_token_id=0, temperature=0.6, top_p=0.9
+        eos_token_ids=(5, 6), bos_token_id=0, max_new_tokens=20, temperature=0.6, top_p=0.9
     )
 
 
 @pytest.mark.parametrize(
-    "settings", [{"eos_token_id": "x"}, {"eos_token_id": [-1]}, {"temperature": "hot"}]
+    "settings",
+    [
+        {"eos_token_id": "x"},
+        {"eos_token_id": [-1]},
+        {"temperature": "hot"},
+        {"max_new_tokens": 20.5},
+    ],
 )
 def test_generation_settings_of_wrong_types_are_refused(settings, tmp_path):
     folder = write_folder(tmp_path, CONFIG, make_weights(CONFIG))
