@@ -8,10 +8,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paxkv.block_table import BlockTable, append, init_block_table, release, reserve, truncate
+    from paxkv.block_table import BlockTable, append, fork, init_block_table, release, truncate
     from paxkv.cache import (
         PagedCache,
         append_all,
+        fork_all,
         init_cache,
         release_all,
         reserve_all,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         pages_from_dense,
     )
     from paxkv.request import Completion, SamplingParams, TokenLogprob
+    from paxkv.reservation import reserve
     from paxkv.sampling import Sampling, greedy_sampling, same_sampling
     from paxkv.slots import Finish, Slots, init_slots, requests_from_prompts
     from paxkv.steps import Burst, decode_loop, decode_step, prefill_step
@@ -65,6 +67,8 @@ __all__ = [
     "decode_step",
     "default_processors",
     "dense_from_pages",
+    "fork",
+    "fork_all",
     "greedy_sampling",
     "init_block_table",
     "init_cache",
@@ -86,8 +90,8 @@ __all__ = [
 # Where each name lives. Names are imported when they are first used, so that who wants only the
 # attention (`paxkv.pallas_kernels`) does not import flax.
 _HOMES = {
-    "block_table": "BlockTable append init_block_table release reserve truncate",
-    "cache": "PagedCache append_all init_cache release_all reserve_all truncate_all",
+    "block_table": "BlockTable append fork init_block_table release truncate",
+    "cache": "PagedCache append_all fork_all init_cache release_all reserve_all truncate_all",
     "decoder": "Decoder LayerGroup",
     "causal_view": "CausalView",
     "engine": "Engine",
@@ -95,6 +99,7 @@ _HOMES = {
     "llm": "LLM Score StreamPiece",
     "logits_processors": "LogitsProcessor chain default_processors stateless",
     "page_pool": "PagePool copy_pages dense_from_pages init_page_pool pages_from_dense",
+    "reservation": "reserve",
     "request": "Completion SamplingParams TokenLogprob",
     "sampling": "Sampling greedy_sampling same_sampling",
     "slots": "Finish Slots init_slots requests_from_prompts",

@@ -4,14 +4,17 @@
     table, copies, fits = reserve(table, jnp.array([20, 5], jnp.int32))  # 2 pages and 1
     table, fits = append(table, jnp.array([20, 5], jnp.int32))  # their tokens are stored
     table, ok = release(table, jnp.array([True, False]))  # slot 0 is free again
+    table, ok = fork(table, jnp.array([1, 1], jnp.int32))  # slot 0 goes on where slot 1 stands
 
-A page's reference count is the number of table entries that name it (and of holds from outside
-the table, where there are any); a count of 0 means free. Entries at and past `num_pages` are
-`NULL_PAGE`, and so are entries whose page was given up because it left a sliding window.
+Sequences may share pages; a page that is about to be written has one owner, so `reserve` gives a
+slot a page of its own in place of a shared one, and says what to copy. Pages reserved for tokens to
+come are never shared. A page's reference count is the number of table entries that name it (and of
+holds from outside the table, where there are any); a count of 0 means free. Entries at and past
+`num_pages` are `NULL_PAGE`, and so are entries whose page was given up because it left a sliding
+window.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import chex
 import jax
@@ -35,13 +38,6 @@ class BlockTable:
     lengths: jax.Array  # i32[B] tokens stored
     ref_counts: jax.Array  # i32[P] 0 means free; the null page's is always 1
     page_size: int = dataclasses.field(metadata={"static": True})  # S, tokens per page
-
-
-class PageCopies(NamedTuple):
-    """Pages to copy before the next write. A row that copies nothing targets `P + row`."""
-
-    source: jax.Array  # i32[B] the shared page, or NULL_PAGE
-    target: jax.Array  # i32[B] its slot's own page; no id twice
 
 
 def init_block_table(num_slots: int, max_pages: int, num_pages: int, page_size: int) -> BlockTable:
@@ -78,39 +74,6 @@ def init_block_table(num_slots: int, max_pages: int, num_pages: int, page_size: 
     )
 
 
-def no_copies(table: BlockTable) -> PageCopies:
-    """What `reserve` returns when no shared page is about to be written."""
-    num_slots, num_pages = table.lengths.shape[0], table.ref_counts.shape[0]
-    return PageCopies(
-        source=jnp.full(num_slots, NULL_PAGE, jnp.int32),
-        target=num_pages + jnp.arange(num_slots, dtype=jnp.int32),
-    )
-
-
-def reserve(table: BlockTable, new_tokens: jax.Array) -> tuple[BlockTable, PageCopies, jax.Array]:
-    """Gives every slot room for `new_tokens` more tokens, or changes nothing.
-
-    Room that a slot holds already counts, so asking twice takes no more pages.
-
-    Args:
-        table: The state.
-        new_tokens: `i32[B]`, 0 for slots that write nothing.
-
-    Returns:
-        The new table; the pages to copy in every layer before the tokens are written; `bool[]`,
-        whether the pool had the pages and every row had room (a negative number never fits).
-    """
-    chex.assert_shape(new_tokens, table.lengths.shape)
-    room = table.block_tables.shape[1] * table.page_size - table.lengths
-    rows_fit = jnp.all((new_tokens >= 0) & (new_tokens <= room))
-    # Added only where it fits: the sum cannot overflow.
-    tokens = table.lengths + jnp.where(rows_fit, new_tokens, 0)
-    wanted = jnp.maximum(_pages_of(tokens, table.page_size) - table.num_pages, 0)
-    # Most decode steps of a slot cross no page boundary: search the pool only when one does.
-    table, pool_fits = jax.lax.cond(jnp.any(wanted > 0), _take_pages, _take_nothing, table, wanted)
-    return table, no_copies(table), rows_fit & pool_fits
-
-
 def append(table: BlockTable, new_tokens: jax.Array) -> tuple[BlockTable, jax.Array]:
     """Counts `new_tokens` (`i32[B]`) more tokens as stored, or changes nothing.
 
@@ -122,6 +85,33 @@ def append(table: BlockTable, new_tokens: jax.Array) -> tuple[BlockTable, jax.Ar
     fits = jnp.all((new_tokens >= 0) & (new_tokens <= room))
     lengths = table.lengths + jnp.where(fits, new_tokens, 0)
     return dataclasses.replace(table, lengths=lengths), fits
+
+
+def fork(table: BlockTable, parents: jax.Array) -> tuple[BlockTable, jax.Array]:
+    """Makes every slot a copy of its parent that shares the parent's pages, or changes nothing.
+
+    All at once, so that beams can be reordered: slots may swap places, and several may go on from
+    one. What a slot held itself is given back; pages reserved past the length are not shared.
+
+    Args:
+        table: The state.
+        parents: `i32[B]`, a slot for each slot. Its own number leaves a slot as it is.
+
+    Returns:
+        The new table and `bool[]`; False if a parent is out of range, or if a page would be freed
+        twice, so the table is corrupt.
+    """
+    chex.assert_shape(parents, table.lengths.shape)
+    num_slots = parents.shape[0]
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
+    in_range = jnp.all((parents >= 0) & (parents < num_slots))
+    parents = jnp.where(in_range, parents, slot)
+    is_changed = parents != slot
+    table, ok = jax.lax.cond(
+        jnp.any(is_changed), _share, lambda table, *_: (table, jnp.array(True)),
+        table, parents, is_changed,
+    )  # fmt: skip
+    return table, in_range & ok
 
 
 def release(table: BlockTable, done: jax.Array) -> tuple[BlockTable, jax.Array]:
@@ -150,44 +140,40 @@ def truncate(table: BlockTable, lengths: jax.Array) -> tuple[BlockTable, jax.Arr
     """
     chex.assert_shape(lengths, table.lengths.shape)
     in_range = jnp.all((lengths >= 0) & (lengths <= table.lengths))
-    kept_pages = jnp.where(in_range, _pages_of(lengths, table.page_size), table.num_pages)
+    kept_pages = jnp.where(in_range, held_pages(lengths, table.page_size), table.num_pages)
     table, ok = _shorten(table, jnp.where(in_range, lengths, table.lengths), kept_pages)
     return table, in_range & ok
 
 
-def _pages_of(tokens: jax.Array, page_size: int) -> jax.Array:
+def held_pages(tokens: jax.Array, page_size: int) -> jax.Array:
+    """Pages that hold so many tokens, elementwise."""
     return (tokens + page_size - 1) // page_size
 
 
-def _take_pages(table: BlockTable, wanted: jax.Array) -> tuple[BlockTable, jax.Array]:
-    """Hands out the lowest free pages, `wanted` (`i32[B]`) to each slot in turn, or none."""
+def _share(
+    table: BlockTable, parents: jax.Array, is_changed: jax.Array
+) -> tuple[BlockTable, jax.Array]:
     pool_pages = table.ref_counts.shape[0]
-    page_ids = jnp.arange(pool_pages, dtype=jnp.int32)
-    is_free = table.ref_counts == 0
-    nth_free = jnp.cumsum(is_free, dtype=jnp.int32) - 1  # from 0, where a page is free
-    # A scatter of P ids: `nonzero` counts them one by one, a search costs B * M look-ups.
-    free_pages = (
-        jnp.zeros(pool_pages, jnp.int32)
-        .at[jnp.where(is_free, nth_free, pool_pages + page_ids)]
-        .set(page_ids, mode="drop", unique_indices=True)
-    )
-    fits = jnp.sum(wanted, dtype=jnp.int32) <= nth_free[-1] + 1
-    wanted = jnp.where(fits, wanted, 0)
-    ends = jnp.cumsum(wanted, dtype=jnp.int32)  # slot by slot, the free pages given so far
     column = jnp.arange(table.block_tables.shape[1], dtype=jnp.int32)[None]
-    column = column - table.num_pages[:, None]
-    is_new = (column >= 0) & (column < wanted[:, None])  # bool[B, M]
-    pages = free_pages[jnp.where(is_new, (ends - wanted)[:, None] + column, 0)]
-    return dataclasses.replace(
+    num_pages = held_pages(table.lengths, table.page_size)[parents]
+    is_shared = is_changed[:, None] & (column < num_pages[:, None])
+    shared = jnp.where(is_shared, table.block_tables[parents], NULL_PAGE)
+    dropped = jnp.where(is_changed[:, None], table.block_tables, NULL_PAGE)
+
+    def named(pages: jax.Array) -> jax.Array:  # i32[B, M], but for the null page
+        return jnp.where(pages == NULL_PAGE, pool_pages, pages)
+
+    ref_counts = table.ref_counts.at[named(shared)].add(1, mode="drop")
+    ref_counts = ref_counts.at[named(dropped)].add(-1, mode="drop")
+    ok = jnp.all(ref_counts >= 0)
+    forked = dataclasses.replace(
         table,
-        block_tables=jnp.where(is_new, pages, table.block_tables),
-        num_pages=table.num_pages + wanted,
-        ref_counts=jnp.where(is_free & (nth_free < ends[-1]), 1, table.ref_counts),
-    ), fits
-
-
-def _take_nothing(table: BlockTable, _: jax.Array) -> tuple[BlockTable, jax.Array]:
-    return table, jnp.array(True)
+        block_tables=jnp.where(is_changed[:, None], shared, table.block_tables),
+        num_pages=jnp.where(is_changed, num_pages, table.num_pages),
+        lengths=table.lengths[parents],
+        ref_counts=ref_counts,
+    )
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), forked, table), ok
 
 
 def _shorten(

@@ -14,15 +14,15 @@ from jax.typing import DTypeLike
 from paxkv.block_table import (
     BlockTable,
     append,
+    fork,
     init_block_table,
-    no_copies,
     release,
-    reserve,
     truncate,
 )
 from paxkv.config import pages_of
 from paxkv.decoder import LayerGroup
 from paxkv.page_pool import PagePool, copy_pages, init_page_pool
+from paxkv.reservation import no_copies, reserve
 
 type PagedCache = tuple[tuple[PagePool, BlockTable], ...]
 
@@ -86,6 +86,11 @@ def reserve_all(cache: PagedCache, new_tokens: jax.Array) -> tuple[PagedCache, j
 def append_all(cache: PagedCache, new_tokens: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Counts `new_tokens` (`i32[B]`) more as stored; False if a group lacks reserved room."""
     return _on_tables(partial(append, new_tokens=new_tokens), cache)
+
+
+def fork_all(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Has every slot go on from its parent (`i32[B]`), sharing pages; False if none exists."""
+    return _on_tables(partial(fork, parents=parents), cache)
 
 
 def release_all(cache: PagedCache, done: jax.Array) -> tuple[PagedCache, jax.Array]:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxkv.block_table import BlockTable, PageCopies
+from paxkv.block_table import BlockTable
 from paxkv.pallas_kernels import layout
+from paxkv.reservation import PageCopies
 
 
 @jax.tree_util.register_dataclass

@@ -9,22 +9,62 @@ class Oracle:
     def __init__(self, *, num_slots: int, max_pages: int, num_pages: int, page_size: int) -> None:
         self.max_pages = max_pages
         self.page_size = page_size
-        self.free = [page for page in range(num_pages) if page != NULL_PAGE]
+        self.num_pages = num_pages
         self.rows: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
         self.lengths: dict[int, int] = dict.fromkeys(self.rows, 0)
 
-    def reserve(self, new_tokens: list[int]) -> bool:
+    @property
+    def free(self) -> list[int]:
+        return [p for p in range(self.num_pages) if p != NULL_PAGE and not self.owners(p)]
+
+    def owners(self, page: int) -> list[int]:
+        return [slot for slot, row in self.rows.items() if page in row]
+
+    def reserve(self, new_tokens: list[int]) -> tuple[bool, dict[int, tuple[int, int]]]:
+        """The verdict, and (source, target) of the page that a slot is given to copy to."""
         wanted = {}
         for slot, row in self.rows.items():
             pages = self._pages_of(self.lengths[slot] + new_tokens[slot])
             if new_tokens[slot] < 0 or pages > self.max_pages:
-                return False
+                return False, {}
             wanted[slot] = max(pages - len(row), 0)
-        if sum(wanted.values()) > len(self.free):
-            return False
+        replaced = [slot for slot in self.rows if self._is_to_be_copied(slot, new_tokens)]
+        free = self.free
+        if sum(wanted.values()) + len(replaced) > len(free):
+            return False, {}
+        copies = {}
         for slot, row in self.rows.items():
+            if slot in replaced:
+                column = self.lengths[slot] // self.page_size
+                copies[slot] = row[column], free.pop(0)
+                row[column] = copies[slot][1]
             for _ in range(wanted[slot]):
-                row.append(self.free.pop(0))
+                row.append(free.pop(0))
+        return True, copies
+
+    def _is_to_be_copied(self, slot: int, new_tokens: list[int]) -> bool:
+        """The first of a half-full page's owners keeps it if all of them are about to write."""
+        column, offset = divmod(self.lengths[slot], self.page_size)
+        if not offset or not new_tokens[slot] or self.rows[slot][column] == NULL_PAGE:
+            return False
+        owners = self.owners(self.rows[slot][column])
+        # Who has the page whole, or further along, does not write into it.
+        writers = [
+            other
+            for other in owners
+            if new_tokens[other] and self.lengths[other] // self.page_size == column
+        ]
+        return len(owners) > 1 and not (owners == writers and slot == writers[0])
+
+    def fork(self, parents: list[int]) -> bool:
+        if not all(parent in self.rows for parent in parents):
+            return False
+        rows = {slot: list(row) for slot, row in self.rows.items()}
+        lengths = dict(self.lengths)
+        for slot, parent in enumerate(parents):
+            if parent != slot:
+                self.rows[slot] = rows[parent][: self._pages_of(lengths[parent])]
+                self.lengths[slot] = lengths[parent]
         return True
 
     def append(self, new_tokens: list[int]) -> bool:
@@ -52,20 +92,11 @@ class Oracle:
     def give_up_first_page(self, slot: int) -> None:
         """What a sliding window does: the page goes, its entry stays as the null page."""
         column = next(i for i, page in enumerate(self.rows[slot]) if page != NULL_PAGE)
-        self._free(self.rows[slot][column])
         self.rows[slot][column] = NULL_PAGE
 
     def _shorten(self, slot: int, length: int) -> None:
-        kept = self._pages_of(length)
-        for page in self.rows[slot][kept:]:
-            if page != NULL_PAGE:
-                self._free(page)
-        del self.rows[slot][kept:]
+        del self.rows[slot][self._pages_of(length) :]
         self.lengths[slot] = length
-
-    def _free(self, page: int) -> None:
-        assert page not in self.free
-        self.free = sorted([*self.free, page])
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from helpers_oracle import Oracle
-from paxkv import block_table
+from paxkv import block_table, reservation
 from paxkv.block_table import BlockTable, init_block_table
 from paxkv.integrity import check_integrity
 from paxkv.pallas_kernels.layout import NULL_PAGE
@@ -20,8 +20,9 @@ from paxkv.pallas_kernels.layout import NULL_PAGE
 NUM_SLOTS, MAX_PAGES = 3, 4
 SIZES = {1: 9, 4: 6, 16: 14, 128: 6}  # page size: pages; 13 serve everyone, fewer run out
 
-reserve = jax.jit(block_table.reserve)
+reserve = jax.jit(reservation.reserve)
 append = jax.jit(block_table.append)
+fork = jax.jit(block_table.fork)
 release = jax.jit(block_table.release)
 truncate = jax.jit(block_table.truncate)
 
@@ -73,9 +74,27 @@ class TableMachine(RuleBasedStateMachine):
         new_tokens = self.draw_tokens(data)
         table, copies, fits = reserve(self.table, i32(*new_tokens))
         num_pages = SIZES[self.oracle.page_size]
-        assert copies.source.tolist() == [NULL_PAGE] * NUM_SLOTS
-        assert copies.target.tolist() == [num_pages + slot for slot in range(NUM_SLOTS)]
-        self.check(table, fits, self.oracle.reserve(new_tokens))
+        expected, expected_copies = self.oracle.reserve(new_tokens)
+        none = {slot: (NULL_PAGE, num_pages + slot) for slot in range(NUM_SLOTS)}
+        pairs = zip(copies.source.tolist(), copies.target.tolist(), strict=True)
+        assert dict(enumerate(pairs)) == none | expected_copies
+        self.check(table, fits, expected)
+        if expected:
+            # Nothing is ever written to a page that was given up: it lies before a window.
+            gone = [NULL_PAGE in row for row in self.oracle.rows.values()]
+            written = np.where(gone, 0, new_tokens)
+            check_integrity(table, new_tokens=written)
+
+    @rule(parents=st.lists(st.integers(0, NUM_SLOTS - 1), min_size=NUM_SLOTS, max_size=NUM_SLOTS))
+    def fork(self, parents: list[int]) -> None:
+        table, ok = fork(self.table, i32(*parents))
+        self.check(table, ok, self.oracle.fork(parents))
+
+    @rule(parent=st.sampled_from([-1, NUM_SLOTS]))
+    def fork_from_nowhere(self, parent: int) -> None:
+        parents = [parent, *range(1, NUM_SLOTS)]
+        table, ok = fork(self.table, i32(*parents))
+        self.check(table, ok, self.oracle.fork(parents))
 
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
@@ -234,11 +253,12 @@ def test_given_up_pages_count_for_positions_and_are_not_freed_again():
     check_integrity(table)
 
 
-@pytest.mark.parametrize("operation", ["reserve", "append", "release", "truncate"])
+@pytest.mark.parametrize("operation", ["reserve", "append", "fork", "release", "truncate"])
 def test_operations_are_traced_once_and_take_a_donated_table(operation):
-    traced_once = chex.assert_max_traces(getattr(block_table, operation), n=1)
+    module = reservation if operation == "reserve" else block_table
+    traced_once = chex.assert_max_traces(getattr(module, operation), n=1)
     step = jax.jit(traced_once, donate_argnums=0)
-    arguments = [i32(0, 0), i32(3, 0), i32(0, 0), i32(0, 60), i32(1, 1)]
+    arguments = [i32(0, 1), i32(3, 0), i32(0, 0), i32(0, 60), i32(1, 1)]
     table = table_with(8, 0)
     for argument in arguments:
         table, *_ = step(table, argument > 0 if operation == "release" else argument)
@@ -249,7 +269,7 @@ def test_reserve_and_release_run_inside_a_loop():
     """One slot of two decodes 40 tokens and starts anew whenever its row is full."""
 
     def step(_, table: BlockTable) -> BlockTable:
-        table, _, _ = block_table.reserve(table, i32(1, 0))
+        table, _, _ = reservation.reserve(table, i32(1, 0))
         table, _ = block_table.append(table, i32(1, 0))
         table, _ = block_table.release(table, table.lengths == MAX_PAGES * 4)
         return table

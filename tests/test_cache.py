@@ -5,6 +5,7 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from paxkv import cache as paged
@@ -51,6 +52,7 @@ def test_init_cache_makes_a_pool_and_a_table_per_group():
     [
         (paged.reserve_all, i32(2, 16), [10, 0], [3, 4]),  # all 7 pages
         (paged.append_all, i32(2, 0), [12, 0], [3, 0]),
+        (paged.fork_all, i32(0, 0), [10, 10], [3, 3]),
         (paged.truncate_all, i32(4, 0), [4, 0], [1, 0]),
         (paged.release_all, jnp.array([True, False]), [0, 0], [0, 0]),
     ],
@@ -121,3 +123,34 @@ def test_no_pool_is_copied_in_a_loop_of_steps():
     cache = compiled(cache)
     check_integrity(cache[0][1])
     assert cache[0][1].lengths.tolist() == [40 % 15] * 2
+
+
+def test_first_write_to_a_shared_page_copies_that_page_in_every_layer():
+    cache = tuple(
+        (jax.tree.map(lambda pages: random_like(pages), pool), table) for pool, table in two_slots()
+    )
+    cache, ok = jax.jit(paged.fork_all)(cache, i32(0, 0))
+    before = jax.device_get(cache)
+    # Both write token 10 into page 3: slot 0 keeps it, slot 1 gets page 4 with what stood there.
+    cache, fits = jax.jit(paged.reserve_all)(cache, i32(1, 1))
+    assert ok and fits
+    for (pool, table), (old_pool, _) in zip(cache, before, strict=True):
+        check_integrity(table, new_tokens=i32(1, 1))
+        assert table.block_tables.tolist() == [[1, 2, 3, 0], [1, 2, 4, 0]]
+        assert table.ref_counts.tolist() == [1, 2, 2, 1, 1, 0, 0, 0]
+        for pages, old in zip(jax.tree.leaves(pool), jax.tree.leaves(old_pool), strict=True):
+            np.testing.assert_array_equal(pages[4], old[3])
+            np.testing.assert_array_equal(np.delete(pages, 4, 0), np.delete(old, 4, 0))
+
+
+def test_shared_page_is_not_copied_when_the_pool_is_short():
+    cache, _ = jax.jit(paged.fork_all)(two_slots(), i32(0, 0))
+    held, _ = jax.jit(paged.reserve_all)(cache, i32(5, 0))  # own page 4 and page 5 more
+    check_integrity(held[0][1], new_tokens=i32(5, 0))
+    after, fits = jax.jit(paged.reserve_all)(cache, i32(7, 0))
+    assert not fits
+    chex.assert_trees_all_equal(after, cache)
+
+
+def random_like(pages: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.key(pages.size), pages.shape, pages.dtype)

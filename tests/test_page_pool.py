@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxkv import block_table, page_pool
-from paxkv.block_table import BlockTable, PageCopies, init_block_table
+from paxkv import block_table, page_pool, reservation
+from paxkv.block_table import BlockTable, init_block_table
 from paxkv.config import num_pages_for, page_bytes
 from paxkv.decoder import LayerGroup
 from paxkv.page_pool import PagePool, copy_pages, init_page_pool
 from paxkv.pallas_kernels.layout import NULL_PAGE
+from paxkv.reservation import PageCopies
 
 KV_HEADS, HEAD_DIM = 2, 4
 
-reserve = jax.jit(block_table.reserve)
+reserve = jax.jit(reservation.reserve)
 append = jax.jit(block_table.append)
 pages_from_dense = jax.jit(page_pool.pages_from_dense, static_argnames="layer")
 dense_from_pages = jax.jit(page_pool.dense_from_pages, static_argnames=("layer", "length"))
