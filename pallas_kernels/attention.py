@@ -1,14 +1,22 @@
 """Attention over a paged KV cache: one call for prefill, chunks of prefill and decode."""
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.core
 import numpy as np
+from jax import lax
 
 from paxkv.pallas_kernels.reference import paged_attention_reference
 
-type Implementation = Literal["reference"]
+type Implementation = Literal["reference", "tpu", "gpu"]
+
+# What the kernels take; the reference takes any.
+KERNEL_HEAD_DIMS = (64, 80, 96, 128, 256)
+KERNEL_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+KERNEL_MAX_GROUP = 16  # query heads of a KV head
 
 
 class PagedAttention(NamedTuple):
@@ -36,6 +44,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     max_q_len: int | None = None,
     implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> PagedAttention:
     """Writes new tokens to their pages, then attends from each over its sequence so far.
 
@@ -63,23 +72,113 @@ def paged_attention(
         soft_cap: Caps scaled scores at `soft_cap * tanh(score / soft_cap)`.
         sinks: `f32[N]`, a learned logit per head that joins the softmax's denominator only.
         max_q_len: A bound on rows per sequence, if known. 1 selects the decode path.
-        implementation: A named one works or raises. None chooses for the platform.
+        implementation: A named one works or raises. None takes the kernel of the platform that
+            the program is lowered for, where it has one for the shapes, else the reference.
+        interpret: Runs the kernel that `implementation` names on a CPU, slowly; it raises if it
+            finds a data race.
 
     Raises:
-        ValueError: Shapes or settings do not fit; the message says which and what would.
+        ValueError: Shapes or settings do not fit, or the named implementation does not serve
+            them; the message says which and what would.
     """
     _check(
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
         window, soft_cap, sinks, max_q_len,
     )  # fmt: skip
-    if implementation not in (None, "reference"):
-        raise ValueError(f"{implementation=} is not one of 'reference' or None")
-    out, lse, key_pages, value_pages = paged_attention_reference(
+    arrays = (
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
-        scale=queries.shape[-1] ** -0.5 if scale is None else scale,
-        window=window, soft_cap=soft_cap, sinks=sinks, max_q_len=max_q_len,
+        sinks,
     )  # fmt: skip
+    attend = functools.partial(
+        _choose(implementation, queries, key_pages, interpret=interpret),
+        scale=queries.shape[-1] ** -0.5 if scale is None else scale,
+        window=window, soft_cap=soft_cap, max_q_len=max_q_len,
+    )  # fmt: skip
+    out, lse, key_pages, value_pages = attend(*arrays)
     return PagedAttention(out, key_pages, value_pages, lse)
+
+
+def _choose(
+    implementation: Implementation | None,
+    queries: jax.Array,
+    key_pages: jax.Array,
+    *,
+    interpret: bool,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The implementation that is named, or one that is settled when the program is lowered."""
+    if implementation is None:
+        served = {
+            "tpu" if name == "tpu" else "cuda": name
+            for name in ("tpu", "gpu")
+            if _refusal(name, queries, key_pages) is None
+        }
+        if not served:
+            return _reference
+
+        def by_platform(*arrays: jax.Array, **settings) -> tuple[jax.Array, ...]:
+            branches = {
+                platform: functools.partial(_kernel, implementation=name, **settings)
+                for platform, name in served.items()
+            }
+            default = functools.partial(_reference, **settings)
+            return lax.platform_dependent(*arrays, default=default, **branches)
+
+        return by_platform
+    choices = get_args(Implementation.__value__)
+    if implementation not in choices:
+        raise ValueError(f"{implementation=} is not one of {', '.join(map(repr, choices))} or None")
+    if implementation == "reference":
+        return _reference
+    if refusal := _refusal(implementation, queries, key_pages):
+        raise ValueError(f"{implementation=} does not serve this call: {refusal}")
+    is_concrete = not isinstance(queries, jax.core.Tracer)
+    if is_concrete and not interpret and (platform := jax.default_backend()) != implementation:
+        raise ValueError(
+            f"{implementation=} does not run on {platform}: leave the choice to the platform, or "
+            "set interpret=True to try a kernel out"
+        )
+    return functools.partial(_kernel, implementation=implementation, interpret=interpret)
+
+
+def _refusal(
+    implementation: Implementation, queries: jax.Array, key_pages: jax.Array
+) -> str | None:
+    """Why a kernel does not serve such shapes, or None if it does."""
+    _, num_kv_heads, page_size, head_dim = key_pages.shape
+    if page_size not in KERNEL_PAGE_SIZES:
+        return f"pages hold {page_size} tokens; it takes one of {KERNEL_PAGE_SIZES}"
+    if head_dim not in KERNEL_HEAD_DIMS:
+        return f"heads have {head_dim} numbers; it takes one of {KERNEL_HEAD_DIMS}"
+    group = queries.shape[1] // num_kv_heads
+    if group > KERNEL_MAX_GROUP:
+        return f"{group} query heads share a KV head; it takes up to {KERNEL_MAX_GROUP}"
+    # Pallas takes a second to import, and only shapes that pass need it.
+    if implementation == "tpu":
+        from paxkv.pallas_kernels.tpu import tpu_refusal as refusal
+    else:
+        from paxkv.pallas_kernels.gpu import gpu_refusal as refusal
+    return refusal(queries, key_pages)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "scale", "window", "soft_cap", "max_q_len", "interpret"),
+)
+def _kernel(
+    *arrays: jax.Array, implementation: Implementation, interpret: bool = False, **settings
+) -> tuple[jax.Array, ...]:
+    """Traced once for all layers, also where it is not the branch that is lowered."""
+    if implementation == "tpu":
+        from paxkv.pallas_kernels.tpu import paged_attention_tpu as attend
+    else:
+        from paxkv.pallas_kernels.gpu import paged_attention_gpu as attend
+    *arrays, sinks = arrays
+    return attend(*arrays, sinks=sinks, interpret=interpret, **settings)
+
+
+def _reference(*arrays: jax.Array, **settings) -> tuple[jax.Array, ...]:
+    *arrays, sinks = arrays
+    return paged_attention_reference(*arrays, sinks=sinks, **settings)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
