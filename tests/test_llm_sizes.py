@@ -1,4 +1,4 @@
-"""How many pages an LLM takes, and requests as long as they."""
+"""How many pages an LLM takes, and how long requests may then be."""
 
 import dataclasses
 
