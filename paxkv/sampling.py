@@ -6,9 +6,8 @@ the k best tokens; `top_p` keeps the fewest best ones that reach a share p of wh
 one with the lower id ranks first, so a cut through a tie is the same every time.
 
 Nothing is sorted: on a CPU, a sort of `[B, V]` costs more than a decode step. Rows with a small
-top-k are served from their few best tokens. The others are sampled by rejection, as in FlashInfer:
-a token is drawn from all, its rank and the probability before it are counted, and if a cut forbids
-it the next draw is from the tokens before it. Whatever no row asks for is skipped.
+top-k are served from their few best tokens, the others by `paxkv.rejection_sampling`. Whatever no
+row asks for is skipped.
 """
 
 import dataclasses
@@ -19,10 +18,9 @@ import numpy as np
 import optax
 from jax import lax
 
+from paxkv.rejection_sampling import TINY, draw_by_rejection, draw_column, uniform_pairs
+
 _FEW = 64  # a top-k up to this is taken from a short list; models recommend 20 to 64
-_CHUNK_TOKENS = 256  # weights summed together before one is drawn: about the root of V
-_TINY = float(np.finfo(np.float32).tiny)  # below it, float32 is flushed to 0
-_INFINITY_BITS = 0x7F800000  # of float32
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +98,7 @@ def sample(logits: jax.Array, sampling: Sampling, index: jax.Array) -> tuple[jax
     best = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
     ok = jnp.isfinite(best)
     tokens = jnp.where(ok, _first_at(logits, best), 0)
-    is_drawn = ok & (sampling.temperature >= _TINY)
+    is_drawn = ok & (sampling.temperature >= TINY)
     is_few = is_drawn & (sampling.top_k > 0) & (sampling.top_k <= _FEW)
 
     def distances(logits: jax.Array) -> jax.Array:
@@ -114,7 +112,14 @@ def sample(logits: jax.Array, sampling: Sampling, index: jax.Array) -> tuple[jax
         return jnp.take_along_axis(few_ids, column[:, None], axis=-1)[:, 0]
 
     def draw_from_all() -> jax.Array:
-        return _draw_by_rejection(distances(logits), sampling, keys, is_drawn & ~is_few)
+        return draw_by_rejection(
+            distances(logits),
+            keys,
+            is_drawn & ~is_few,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_distance=_max_distance(sampling),
+        )
 
     def draw() -> jax.Array:
         few = lax.cond(jnp.any(is_few), draw_from_few, lambda: tokens)
@@ -159,80 +164,7 @@ def _draw_from_sorted(distances: jax.Array, sampling: Sampling, keys: jax.Array)
     is_kept = upto - weights < sampling.top_p[:, None] * upto[:, -1:]
     is_kept &= distances <= _max_distance(sampling)[:, None]
     is_kept |= columns == 0
-    return _draw_column(jnp.where(is_kept, weights, 0.0), _uniforms(keys, 0)[:, 0])
-
-
-def _draw_by_rejection(
-    distances: jax.Array, sampling: Sampling, keys: jax.Array, is_drawn: jax.Array
-) -> jax.Array:
-    """Tokens `i32[B]` drawn from all tokens' distances `f32[B, V]` in the rows `is_drawn`.
-
-    Weights are computed from the distances wherever they are needed: that is faster than to
-    write and read `[B, V]` of them.
-    """
-    num_slots, vocab_size = distances.shape
-    padding = ((0, 0), (0, -vocab_size % _CHUNK_TOKENS))
-    chunks = jnp.pad(distances, padding, constant_values=jnp.inf)
-    chunks = chunks.reshape(num_slots, -1, _CHUNK_TOKENS)
-    ids = jnp.arange(chunks[0].size, dtype=jnp.int32).reshape(1, -1, _CHUNK_TOKENS)
-    has_top_k = is_drawn & (sampling.top_k > 0) & (sampling.top_k < vocab_size)
-    has_top_p = is_drawn & (sampling.top_p < 1.0)
-
-    def top_p_mass() -> jax.Array:
-        whole = jnp.sum(jnp.exp(-chunks), axis=(1, 2))
-        within_k = lax.cond(
-            jnp.any(has_top_k & has_top_p),
-            lambda: _weight_of_best(distances, sampling.top_k, has_top_k & has_top_p),
-            lambda: whole,
-        )
-        # The best token has nothing before it, which a share of 0 would not allow.
-        return jnp.maximum(sampling.top_p, _TINY) * jnp.where(has_top_k, within_k, whole)
-
-    def is_past_top_k(distance: jax.Array, token: jax.Array) -> jax.Array:
-        is_before = _is_before(chunks, ids, distance, token)
-        return has_top_k & (jnp.sum(is_before, axis=(1, 2), dtype=jnp.int32) >= sampling.top_k)
-
-    def is_past_top_p(distance: jax.Array, token: jax.Array) -> jax.Array:
-        is_before = _is_before(chunks, ids, distance, token)
-        mass = jnp.sum(jnp.where(is_before, jnp.exp(-chunks), 0.0), axis=(1, 2))
-        return has_top_p & (mass >= allowed_mass)
-
-    def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        number, distance, token, is_open = state
-
-        def weigh(chunks: jax.Array, ids: jax.Array) -> jax.Array:
-            is_kept = _is_before(chunks, ids, distance, token)
-            is_kept &= chunks <= max_distance[:, None, None]
-            return jnp.where(is_kept, jnp.exp(-chunks), 0.0)  # the best token's is 1
-
-        # First a chunk, then a token within it, each by a uniform of its own: the 2^23 values
-        # of one are fewer than a fine distribution needs.
-        uniforms = _uniforms(keys, number)
-        chunk = _draw_column(jnp.sum(weigh(chunks, ids), axis=-1), uniforms[:, 0])[:, None, None]
-        own = jnp.take_along_axis(chunks, chunk, axis=1)
-        own_ids = chunk * _CHUNK_TOKENS + ids[:, :1]
-        column = _draw_column(weigh(own, own_ids)[:, 0], uniforms[:, 1])[:, None]
-        drawn = (
-            jnp.take_along_axis(own[:, 0], column, axis=1)[:, 0],
-            jnp.take_along_axis(own_ids[:, 0], column, axis=1)[:, 0],
-        )
-        is_rejected = lax.cond(jnp.any(has_top_k), is_past_top_k, lambda *_: no, *drawn)
-        is_rejected |= lax.cond(jnp.any(has_top_p), is_past_top_p, lambda *_: no, *drawn)
-        return (
-            number + 1,
-            jnp.where(is_open, drawn[0], distance),
-            jnp.where(is_open, drawn[1], token),
-            is_open & is_rejected,
-        )
-
-    no = jnp.zeros_like(is_drawn)
-    max_distance = _max_distance(sampling)
-    allowed_mass = lax.cond(jnp.any(has_top_p), top_p_mass, lambda: jnp.ones_like(sampling.top_p))
-    # The place that the next draw must rank before: at first, every token does.
-    distance = jnp.full(num_slots, jnp.inf, jnp.float32)
-    token = jnp.full(num_slots, ids.size, jnp.int32)
-    start = (jnp.zeros((), jnp.int32), distance, token, is_drawn)
-    return lax.while_loop(lambda state: jnp.any(state[3]), attempt, start)[2]
+    return draw_column(jnp.where(is_kept, weights, 0.0), uniform_pairs(keys, 0)[:, 0])
 
 
 def _max_distance(sampling: Sampling) -> jax.Array:
@@ -244,64 +176,6 @@ def _max_distance(sampling: Sampling) -> jax.Array:
     return jnp.minimum(-jnp.log(sampling.min_p), 80.0)
 
 
-def _is_before(
-    chunks: jax.Array, ids: jax.Array, distance: jax.Array, token: jax.Array
-) -> jax.Array:
-    """What of distances `f32[B, n, C]` and ids ranks before a token `i32[B]` at `f32[B]`."""
-    distance, token = distance[:, None, None], token[:, None, None]
-    return (chunks < distance) | ((chunks == distance) & (ids < token))
-
-
-def _weight_of_best(distances: jax.Array, k: jax.Array, is_asked: jax.Array) -> jax.Array:
-    """The summed weight `f32[B]` of the `i32[B]` best tokens of each row, by bisection.
-
-    Bit patterns of floats from 0 up are ordered like the floats, so 31 halvings find the k-th;
-    about 20 do where no token is tied with it.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)  # abs: -0.0 becomes 0.0
-
-    def is_open(low: jax.Array, high: jax.Array, num_within: jax.Array) -> jax.Array:
-        return is_asked & (num_within != k) & (high - low > 1)
-
-    def halve(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        low, high, num_within = bounds  # fewer than k tokens lie within low, k or more within high
-        middle = low + (high - low) // 2
-        num_middle = jnp.sum(bits <= middle[:, None], axis=-1, dtype=jnp.int32)
-        up = is_open(*bounds) & (num_middle < k)
-        down = is_open(*bounds) & (num_middle >= k)
-        return (
-            jnp.where(up, middle, low),
-            jnp.where(down, middle, high),
-            jnp.where(down, num_middle, num_within),
-        )
-
-    start = jnp.full_like(k, -1), jnp.full_like(k, _INFINITY_BITS), jnp.full_like(k, bits.shape[1])
-    high = lax.while_loop(lambda bounds: jnp.any(is_open(*bounds)), halve, start)[1]
-    kth = jnp.max(jnp.where(bits <= high[:, None], distances, 0.0), axis=-1)
-    is_before = distances < kth[:, None]
-    num_tied = k - jnp.sum(is_before, axis=-1, dtype=jnp.int32)
-    before = jnp.sum(jnp.where(is_before, jnp.exp(-distances), 0.0), axis=-1)
-    return before + num_tied.astype(jnp.float32) * jnp.exp(-kth)
-
-
 def _token_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
     """The keys of token `index` of each request, from raw key data `u32[B, 2]`."""
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), index)
-
-
-def _uniforms(keys: jax.Array, number: jax.Array | int) -> jax.Array:
-    """Two numbers in [0, 1) for attempt `number` of each token, `f32[B, 2]`."""
-    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys)
-
-
-def _draw_column(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Columns `i32[B]` of `f32[B, n]` where the running sum passes the uniform's share of it.
-
-    Sums are rounded, so a column of weight 0 is ruled out by its weight, and the last column that
-    has any weight is taken when rounding leaves none past the share.
-    """
-    running = jnp.cumsum(weights, axis=-1)
-    columns = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-    last = jnp.max(jnp.where(weights > 0.0, columns, 0), axis=-1)
-    is_past = (running > (uniform * running[:, -1])[:, None]) & (weights > 0.0)
-    return jnp.min(jnp.where(is_past, columns, last[:, None]), axis=-1)

@@ -102,14 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Expected greedy tokens of SmolLM2")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path, metavar="FOLDER", default=DATA)
-    parser.add_argument("--prompts", type=int, nargs="+", default=range(len(PROMPTS)))
     args = parser.parse_args()
-    cases = make_cases(args.folder, [PROMPTS[i] for i in args.prompts])
+    cases = make_cases(args.folder)
     lines = ",\n".join(json.dumps(case) for case in cases)
     (args.data / "smollm2_greedy.json").write_text(f"[\n{lines}\n]\n")
 
 
-def make_cases(folder: Path, prompts: list[str]) -> list[dict[str, Any]]:
+def make_cases(folder: Path) -> list[dict[str, Any]]:
     """Each prompt's tokens, and what comes after them."""
     import torch  # pyright: ignore[reportMissingImports]
     from tokenizers import Tokenizer, pre_tokenizers
@@ -125,7 +124,7 @@ def make_cases(folder: Path, prompts: list[str]) -> list[dict[str, Any]]:
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        return [_case(model, tokenizer.encode(prompt).ids) for prompt in prompts]
+        return [_case(model, tokenizer.encode(prompt).ids) for prompt in PROMPTS]
 
 
 def _case(model: Any, prompt_ids: list[int]) -> dict[str, Any]:
