@@ -30,7 +30,9 @@ class Job:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # trees of jax.ShapeDtypeStruct
     donated: tuple[int, ...] = ()  # arguments that the result replaces
-    pool: tuple[int, ...] | None = None  # the shape that must not be copied
+    # The shape that must not be copied. It lies row by row, as a kernel reads it: by default a TPU
+    # packs an array whose rows are no multiple of 128 otherwise, and copies it for each kernel.
+    pool: tuple[int, ...] | None = None
     setup: Callable[[Chip], None] | None = None  # what a peer needs before it is traced
 
 
@@ -130,6 +132,7 @@ def _environment(chip: Chip, folder: Path, wants_figures: bool) -> dict[str, str
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_WORKER_ID": "0",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it only compiles
         }
         if wants_figures:
             dump = folder / "dump"

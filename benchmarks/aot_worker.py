@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
@@ -30,6 +31,8 @@ from benchmarks.aot_reports import (
     read_ptxas,
 )
 from benchmarks.chips import CHIPS, Chip
+
+_ROW_MAJOR = Layout((0, 1, 2, 3))
 
 
 def main() -> None:
@@ -79,10 +82,17 @@ def compile_job(name: str, job: Job, chip: Chip, device: Any, folder: Path) -> C
             if job.setup is not None:
                 job.setup(chip)
             sharding = SingleDeviceSharding(device)
-            arguments = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), job.arguments
+
+            def placed(x: Any) -> jax.ShapeDtypeStruct:
+                where = Format(_ROW_MAJOR, sharding) if x.shape == job.pool else sharding
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+            arguments = jax.tree.map(placed, job.arguments)
+            results = jax.tree.map(
+                lambda x: Format(_ROW_MAJOR, sharding) if x.shape == job.pool else None,
+                jax.eval_shape(job.function, *job.arguments),
             )
-            jitted = jax.jit(job.function, donate_argnums=job.donated)
+            jitted = jax.jit(job.function, donate_argnums=job.donated, out_shardings=results)
             compiled = jitted.lower(*arguments).compile()
     except Exception as error:
         return Compiled(name=name, error=f"{type(error).__name__}: {error}"[:3000])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 type MoverImplementation = Literal["reference", "tpu", "gpu"]
@@ -141,7 +142,13 @@ def _on_tpu(*arrays: jax.Array, name: str, interpret: bool) -> jax.Array:
     """Traced once for all arrays of a shape, also where it is not the branch that is lowered."""
     from paxkv.pallas_kernels import tpu_movers  # Pallas takes half a second to import
 
-    return getattr(tpu_movers, name)(*arrays, interpret=interpret)
+    dtype = arrays[0].dtype
+    if dtype == jnp.float16:  # which a TPU kernel does not take; to move bits, any name will do
+        arrays = tuple(
+            lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == dtype else x for x in arrays
+        )
+    moved = getattr(tpu_movers, name)(*arrays, interpret=interpret)
+    return lax.bitcast_convert_type(moved, dtype)
 
 
 def _choose(
