@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aot_reports import Loop, Ptxas
+from benchmarks.aot_reports import Loop, Ptxas, Scratch
 from benchmarks.chips import CHIPS, Chip
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +47,7 @@ class Compiled:
     host_transfers: int = 0
     temp_bytes: int = 0
     kernels: tuple[str, ...] = ()  # custom calls of the compiled text
+    scratch: tuple[Scratch, ...] = ()
     ptxas: tuple[Ptxas, ...] = ()  # of each GPU kernel
     loops: Mapping[str, tuple[Loop, ...]] = dataclasses.field(default_factory=dict)  # of TPU's
 
@@ -109,6 +110,7 @@ def _run(chip: str, jobs: str, names: list[str], wants_figures: bool) -> dict[st
 def _read_result(line: str) -> Compiled:
     fields = json.loads(line)
     fields["kernels"] = tuple(fields["kernels"])
+    fields["scratch"] = tuple(Scratch(*figures) for figures in fields["scratch"])
     fields["ptxas"] = tuple(Ptxas(*figures) for figures in fields["ptxas"])
     fields["loops"] = {
         kernel: tuple(Loop(*loop) for loop in loops) for kernel, loops in fields["loops"].items()

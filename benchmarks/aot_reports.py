@@ -1,9 +1,12 @@
 """Reads what compilers write about what they made: XLA's text, ptxas's lines, libtpu's bundles."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from jax.extend import core as jex_core
 
 UNITS = (  # of a TPU core, as libtpu lists their use by each bundle
     "MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE",
@@ -37,6 +40,19 @@ class Ptxas(NamedTuple):
     shared_bytes: int  # static ones
 
 
+class Scratch(NamedTuple):
+    """Memory on the chip that a kernel asks for."""
+
+    space: str  # "vmem" of a TPU, "smem" of either
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether it is stages `[stages, rows, columns]` that tiles are copied to in turn."""
+        return self.space == "smem" and len(self.shape) > 2 and self.num_bytes > 16 * 1024
+
+
 def count_copies(text: str, shape: tuple[int, ...]) -> int:
     """Copies of an array of this shape in a compiled program."""
     sizes = ",".join(map(str, shape))
@@ -51,6 +67,29 @@ def count_host_transfers(text: str) -> int:
 def custom_calls(text: str) -> tuple[str, ...]:
     """The targets of a compiled program's custom calls, each once."""
     return tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))))
+
+
+def scratch_of(jaxpr: jex_core.Jaxpr) -> tuple[Scratch, ...]:
+    """What all kernels of a traced program ask for."""
+    found = []
+    for equation in _equations(jaxpr):
+        if equation.primitive.name not in ("pallas_call", "run_scoped"):
+            continue
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            for ref in (x.aval for x in inner.invars):
+                space = str(getattr(ref, "memory_space", None)).lower()
+                dtype = getattr(ref, "dtype", None)
+                if space in ("vmem", "smem") and hasattr(dtype, "itemsize"):
+                    size = math.prod(ref.shape) * dtype.itemsize
+                    found.append(Scratch(space, tuple(ref.shape), size))
+    return tuple(found)
+
+
+def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
 
 
 def read_ptxas(log: str) -> tuple[Ptxas, ...]:

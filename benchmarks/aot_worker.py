@@ -29,6 +29,7 @@ from benchmarks.aot_reports import (
     custom_calls,
     read_loops,
     read_ptxas,
+    scratch_of,
 )
 from benchmarks.chips import CHIPS, Chip
 
@@ -93,7 +94,8 @@ def compile_job(name: str, job: Job, chip: Chip, device: Any, folder: Path) -> C
                 jax.eval_shape(job.function, *job.arguments),
             )
             jitted = jax.jit(job.function, donate_argnums=job.donated, out_shardings=results)
-            compiled = jitted.lower(*arguments).compile()
+            traced = jitted.trace(*arguments)
+            compiled = traced.lower().compile()
     except Exception as error:
         return Compiled(name=name, error=f"{type(error).__name__}: {error}"[:3000])
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
@@ -105,6 +107,7 @@ def compile_job(name: str, job: Job, chip: Chip, device: Any, folder: Path) -> C
         host_transfers=count_host_transfers(text),
         temp_bytes=0 if memory is None else memory.temp_size_in_bytes,
         kernels=custom_calls(text),
+        scratch=scratch_of(traced.jaxpr.jaxpr),
         ptxas=read_ptxas(log.read_text(errors="replace")),
         loops=read_loops(new_files),
     )
