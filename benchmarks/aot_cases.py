@@ -1,7 +1,9 @@
 """What is compiled ahead of time: attention over the test cases and big shapes, movers, a loop."""
 
+import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,11 +72,15 @@ ATTENTION_CASES = {
 }
 
 
-def attention_names(*, big: bool = True) -> list[str]:
-    """The names of `attention_jobs`: `decode:` where one query a sequence is promised."""
+def attention_names(*, every_case: bool = True) -> list[str]:
+    """The names of `attention_jobs`: `decode:` where one query a sequence is promised.
+
+    Args:
+        every_case: Also the cases that are tested, besides shapes and sizes.
+    """
     names = []
     for name, case in ATTENTION_CASES.items():
-        if big or name not in _BIG_CASES:
+        if every_case or name not in CASES:
             if case.is_decode:
                 names.append(f"decode:{name}")
             if not case.is_decode or name in CASES:
@@ -155,8 +161,8 @@ def mover_names() -> list[str]:
     ]
 
 
-# Pools [P, K, S, H] larger than a TPU's VMEM, where XLA would put a small one, and how many pages or
-# tokens are moved.
+# Pools [P, K, S, H] larger than a TPU's VMEM, where XLA would put a small one, and how many pages
+# or tokens are moved.
 _MOVER_SHAPES = {
     "bf16": ((2**16, 8, 16, 128), jnp.bfloat16, 64),
     "f32": ((2**16, 2, 32, 64), jnp.float32, 64),
@@ -233,4 +239,23 @@ def loop_jobs(chip: Chip) -> dict[str, Job]:
             donated=(1, 2),
             pool=pool,
         )
+    }
+
+
+def broken_jobs(chip: Chip) -> dict[str, Job]:
+    """Jobs that show what becomes of those that fail."""
+    del chip
+    pool = (4096, 64)
+    pages = jax.ShapeDtypeStruct(pool, jnp.float32)
+
+    def write(pages):
+        return pages.at[3].set(1.0)
+
+    good = Job(function=write, arguments=(pages,), donated=(0,), pool=pool)
+    return {
+        "good": good,
+        "abort": dataclasses.replace(good, function=lambda pages: os.abort()),
+        "raise": dataclasses.replace(good, function=lambda pages: pages * (1 // 0)),
+        "last": good,
+        "copies": dataclasses.replace(good, donated=()),
     }

@@ -33,7 +33,9 @@ from benchmarks.aot_reports import (
 )
 from benchmarks.chips import CHIPS, Chip
 
-_ROW_MAJOR = Layout((0, 1, 2, 3))
+
+def row_major(shape: tuple[int, ...]) -> Layout:
+    return Layout(tuple(range(len(shape))))
 
 
 def main() -> None:
@@ -85,12 +87,12 @@ def compile_job(name: str, job: Job, chip: Chip, device: Any, folder: Path) -> C
             sharding = SingleDeviceSharding(device)
 
             def placed(x: Any) -> jax.ShapeDtypeStruct:
-                where = Format(_ROW_MAJOR, sharding) if x.shape == job.pool else sharding
+                where = Format(row_major(x.shape), sharding) if x.shape == job.pool else sharding
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
             arguments = jax.tree.map(placed, job.arguments)
             results = jax.tree.map(
-                lambda x: Format(_ROW_MAJOR, sharding) if x.shape == job.pool else None,
+                lambda x: Format(row_major(x.shape), sharding) if x.shape == job.pool else None,
                 jax.eval_shape(job.function, *job.arguments),
             )
             jitted = jax.jit(job.function, donate_argnums=job.donated, out_shardings=results)
