@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import core as jex_core
 
@@ -76,7 +76,8 @@ def scratch_of(jaxpr: jex_core.Jaxpr) -> tuple[Scratch, ...]:
         if equation.primitive.name not in ("pallas_call", "run_scoped"):
             continue
         for inner in jex_core.jaxprs_in_params(equation.params):
-            for ref in (x.aval for x in inner.invars):
+            refs: list[Any] = [x.aval for x in inner.invars]  # of a class that has no public name
+            for ref in refs:
                 space = str(getattr(ref, "memory_space", None)).lower()
                 dtype = getattr(ref, "dtype", None)
                 if space in ("vmem", "smem") and hasattr(dtype, "itemsize"):
@@ -127,7 +128,7 @@ def read_loops(files: Iterable[Path]) -> dict[str, tuple[Loop, ...]]:
     return loops
 
 
-def loops_of(lines: Iterable[str], use: list[tuple[int, ...]]) -> tuple[Loop, ...]:
+def loops_of(lines: Iterable[str], use: Sequence[tuple[int, ...]]) -> tuple[Loop, ...]:
     """The loops in the lines of a `final_bundles` file, in the order of their first bundles.
 
     A bundle's line has as many `>` as loops are around it, and `LB` where the body of one begins.

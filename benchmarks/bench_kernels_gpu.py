@@ -138,8 +138,9 @@ def time_way(
 def run_decode(options: argparse.Namespace, deadline: float, bandwidth: float, console: Console):
     """One record for each shape."""
     results = []
-    shapes = ((2, 40), (1, 17)) if options.interpret else _DECODE
-    for (batch, kv_len), page_size in ((s, size) for s in shapes for size in (16, 64)):
+    shapes = ((2, 40),) if options.interpret else _DECODE
+    page_sizes = _page_sizes(options)
+    for (batch, kv_len), page_size in ((s, size) for s in shapes for size in page_sizes):
         record: dict[str, Any] = {"batch": batch, "kv_len": kv_len, "page_size": page_size}
         expected = None
         for name, way in ways(interpret=options.interpret).items():
@@ -168,6 +169,10 @@ def run_decode(options: argparse.Namespace, deadline: float, bandwidth: float, c
     return results
 
 
+def _page_sizes(options: argparse.Namespace) -> tuple[int, ...]:
+    return (16,) if options.interpret else (16, 64)
+
+
 def _line(record: dict[str, Any]) -> str:
     parts = [f"batch {record['batch']} kv {record['kv_len']} S={record['page_size']}:"]
     for name, figures in record.items():
@@ -183,7 +188,7 @@ def run_prefill(options: argparse.Namespace, deadline: float) -> list[dict[str, 
     """Prompts from nothing, beside dense attention on K and V in one piece."""
     results = []
     lengths = (24,) if options.interpret else (2048, 8192)
-    for length, page_size in ((length, size) for length in lengths for size in (16, 64)):
+    for length, page_size in ((n, size) for n in lengths for size in _page_sizes(options)):
         record: dict[str, Any] = {"tokens": length, "page_size": page_size}
         pools, tables = make_batch(1, length, page_size, 0)
         key = jax.random.key(2)
@@ -216,8 +221,9 @@ def run_prefill(options: argparse.Namespace, deadline: float) -> list[dict[str, 
 
 def _paged_prefill(new, tables: Batch, cu_q_lens, interpret: bool) -> Prefill:
     def attend(queries, pools):
+        keys, values = pools
         result = paged_attention(
-            queries, new, new, *pools, tables.block_tables, tables.kv_lens, cu_q_lens,
+            queries, new, new, keys, values, tables.block_tables, tables.kv_lens, cu_q_lens,
             **our_settings(interpret),
         )  # fmt: skip
         return result.out, (result.key_pages, result.value_pages)

@@ -49,12 +49,11 @@ def our_settings(interpret: bool) -> dict[str, Any]:
 
 def ways(*, interpret: bool) -> dict[str, Way]:
     """All ways by name, ours first."""
-    same = functools.partial(jnp.asarray)
     return {
-        "paxkv": Way(lay_out=same, step=functools.partial(_ours, interpret=interpret)),
-        "gathered": Way(lay_out=same, step=functools.partial(_gathered, implementation="xla")),
+        "paxkv": Way(lay_out=_as_it_is, step=functools.partial(_ours, interpret=interpret)),
+        "gathered": Way(lay_out=_as_it_is, step=functools.partial(_gathered, implementation="xla")),
         "gathered cuDNN": Way(
-            lay_out=same, step=functools.partial(_gathered, implementation="cudnn")
+            lay_out=_as_it_is, step=functools.partial(_gathered, implementation="cudnn")
         ),
         "Triton": Way(
             lay_out=lambda pages: pages.swapaxes(0, 1),
@@ -64,10 +63,15 @@ def ways(*, interpret: bool) -> dict[str, Way]:
     }
 
 
+def _as_it_is(pages: jax.Array) -> jax.Array:
+    return pages
+
+
 def _ours(queries, pools, batch: Batch, *, interpret: bool):
     num_slots = queries.shape[0]
+    keys, values = pools
     result = paged_attention(
-        queries, batch.new, batch.new, *pools, batch.block_tables, batch.kv_lens,
+        queries, batch.new, batch.new, keys, values, batch.block_tables, batch.kv_lens,
         jnp.arange(num_slots + 1, dtype=jnp.int32), max_q_len=1, **our_settings(interpret),
     )  # fmt: skip
     return result.out, (result.key_pages, result.value_pages)
