@@ -79,9 +79,8 @@ def scratch_of(jaxpr: jex_core.Jaxpr) -> tuple[Scratch, ...]:
             refs: list[Any] = [x.aval for x in inner.invars]  # of a class that has no public name
             for ref in refs:
                 space = str(getattr(ref, "memory_space", None)).lower()
-                dtype = getattr(ref, "dtype", None)
-                if space in ("vmem", "smem") and hasattr(dtype, "itemsize"):
-                    size = math.prod(ref.shape) * dtype.itemsize
+                if space in ("vmem", "smem") and hasattr(ref.dtype, "itemsize"):
+                    size = math.prod(ref.shape) * ref.dtype.itemsize
                     found.append(Scratch(space, tuple(ref.shape), size))
     return tuple(found)
 

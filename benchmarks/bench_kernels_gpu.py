@@ -4,11 +4,12 @@
 
 First every test case on inputs that no run had before. Then decode steps at several batches and
 lengths, beside other ways to attend over the same pages, and prefill. A timed call is a compiled
-loop over several sets of inputs in turn, together larger than the L2 cache. Bytes are those of the
-keys and values that must be read; their rate is given as a share of a measured copy's.
+loop over several sets of sequences in turn, together larger than the L2 cache. Bytes are those of
+the keys and values that must be read; their rate is given as a share of a measured copy's.
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import time
@@ -99,39 +100,41 @@ def make_batch(batch: int, kv_len: int, page_size: int, seed: int) -> tuple[Pool
 def time_way(
     way: Way, batch: int, kv_len: int, page_size: int, *, rounds: int, target_seconds: float
 ) -> tuple[list[float], jax.Array]:
-    """Seconds of a step, over and over, and what the first step gave."""
-    num_sets = max(1, min(16, math.ceil(2 * _L2_BYTES / (batch * kv_len * _TOKEN_BYTES))))
-    sets = [make_batch(batch, kv_len, page_size, seed) for seed in range(num_sets)]
-    pools = [jax.tree.map(jax.jit(way.lay_out), pool) for pool, _ in sets]
-    batches = [tables for _, tables in sets]
-    del sets
+    """Seconds of a step, over and over, and the queries after the first step.
+
+    The steps turn to sequences after sequences of one pool, together larger than the L2 cache.
+    """
+    set_bytes = batch * kv_len * _TOKEN_BYTES
+    num_sets = 2 if target_seconds == 0 else max(1, math.ceil(2 * _L2_BYTES / set_bytes))
+    pools, whole = make_batch(batch * num_sets, kv_len, page_size, seed=0)
+    pools = jax.tree.map(jax.jit(way.lay_out), pools)
+    tables = whole.block_tables.reshape(num_sets, batch, -1)
+    sequences = dataclasses.replace(
+        whole, block_tables=tables[0], kv_lens=whole.kv_lens[:batch], new=whole.new[:batch]
+    )
     queries = jax.random.normal(jax.random.key(1), (batch, HEADS, HEAD_DIM), jnp.bfloat16)
-    first, _ = jax.jit(way.step)(queries, pools[0], batches[0])
 
-    def steps(num_turns, queries, pools, batches):
-        def turn(_, state):
+    def steps(num_steps, queries, pools, sequences, tables):
+        def step(number, state):
             queries, pools = state
-            new_pools = []
-            for pool, tables in zip(pools, batches, strict=True):
-                out, pool = way.step(queries, pool, tables)
-                queries = queries + out * jnp.asarray(1e-3, out.dtype)  # each step needs the last
-                new_pools.append(pool)
-            return queries, new_pools
+            one = dataclasses.replace(sequences, block_tables=tables[number % num_sets])
+            out, pools = way.step(queries, pools, one)
+            return queries + out * jnp.asarray(1e-3, out.dtype), pools  # each needs the last
 
-        return lax.fori_loop(0, num_turns, turn, (queries, pools))
+        return lax.fori_loop(0, num_steps, step, (queries, pools))
 
     run = jax.jit(steps, donate_argnums=2)
-    samples: list[float] = []
-    num_turns = 1
-    for turn in range(rounds + 2):
+    first, pools = run(1, queries, pools, sequences, tables)
+    samples, num_steps = [], num_sets
+    for number in range(rounds + 1):
         begin = time.perf_counter()
-        out, pools = run(num_turns, queries, pools, batches)
+        out, pools = run(num_steps, queries, pools, sequences, tables)
         jax.block_until_ready(out)
-        seconds = (time.perf_counter() - begin) / num_turns / num_sets
-        if turn == 1:  # after the one that compiles
-            num_turns = max(1, min(1000, round(target_seconds / seconds / num_sets)))
-        elif turn > 1:
+        seconds = (time.perf_counter() - begin) / num_steps
+        if number:
             samples.append(seconds)
+        else:  # how many steps are worth a measurement
+            num_steps = num_sets * max(1, min(1000, round(target_seconds / seconds / num_sets)))
     return samples, first
 
 

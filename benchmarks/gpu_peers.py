@@ -7,6 +7,7 @@ in a loop that changed no page, XLA would gather the pages once and for all.
 import dataclasses
 import functools
 import importlib
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -117,10 +118,13 @@ def _triton(queries, pools: Pools, batch: Batch, *, interpret: bool) -> tuple[ja
         keys, values = (
             pages.at[:, page_ids, offsets].set(new, unique_indices=True) for pages in pools
         )
+        num_columns = batch.block_tables.shape[1]
+        num_splits = math.gcd(num_columns, 16)  # its defaults, where they divide the table
         scaled = queries * jnp.asarray(queries.shape[-1] ** -0.5, queries.dtype)
         out = peer.paged_attention(
-            scaled, keys, values, batch.block_tables, batch.kv_lens, interpret=interpret
-        )
+            scaled, keys, values, batch.block_tables, batch.kv_lens, interpret=interpret,
+            k_splits=num_splits, pages_per_compute_block=math.gcd(num_columns // num_splits, 8),
+        )  # fmt: skip
     return out, (keys, values)
 
 
@@ -129,7 +133,10 @@ def _cudnn_paged(queries, pools: Pools, batch: Batch) -> tuple[jax.Array, Pools]
     peer: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     shifted = dataclasses.replace(batch, block_tables=batch.block_tables - 1)
     pools = _written(pools, shifted)
-    table = shifted.block_tables[:, None, :, None]
+    # It wants tables as wide as makes the pool theirs alone. What is past the length is not read.
+    num_columns = len(pools[0]) // len(queries)
+    room = num_columns - batch.block_tables.shape[1]
+    table = jnp.pad(shifted.block_tables, ((0, 0), (0, room)))[:, None, :, None]
     out = peer.paged_attention(
         queries[:, :, None], *pools, jnp.ones_like(batch.kv_lens), batch.kv_lens, table, table,
         scale=queries.shape[-1] ** -0.5, mask_type=peer.MaskType.PADDING, qkv_layout="BNTH",
