@@ -65,33 +65,3 @@ def _of_rows(of_pages: jax.Array, num_kv_heads: int) -> jax.Array:
     num_rows, num_columns = of_pages.shape
     of_heads = jnp.broadcast_to(of_pages[:, None], (num_rows, num_kv_heads, num_columns))
     return lax.optimization_barrier(of_heads.reshape(-1, 1))
-
-
-def write_tokens(
-    pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, tokens: jax.Array
-) -> jax.Array:
-    """Writes one token's K (or V) to each of some slots of pages.
-
-    Args:
-        pages: A pool array, `[P, K, S, H]`.
-        page_ids: `i32[T]`. Ids at or past `P` write nothing.
-        offsets: `i32[T]`, each in `[0, S)`. No two tokens may name one slot of one page.
-        tokens: `[T, K, H]`.
-
-    Returns:
-        The pool array, updated in place where it was donated.
-    """
-    return pages.at[page_ids, :, offsets].set(
-        tokens.astype(pages.dtype), mode="drop", unique_indices=True
-    )
-
-
-def copy_pages(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """Copies whole pages within a pool array.
-
-    Args:
-        pages: A pool array, `[P, K, S, H]`.
-        source: `i32[C]`, each in `[0, P)`.
-        target: `i32[C]`, no page named twice. Ids at or past `P` copy nothing.
-    """
-    return pages.at[target].set(pages[source], mode="drop", unique_indices=True)

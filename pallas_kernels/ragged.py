@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paxkv.pallas_kernels.layout import NULL_PAGE, write_tokens
+from paxkv.pallas_kernels.layout import NULL_PAGE
+from paxkv.pallas_kernels.movers import write_tokens
 
 
 class Ragged(NamedTuple):

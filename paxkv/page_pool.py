@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxkv.block_table import BlockTable
-from paxkv.pallas_kernels import layout
+from paxkv.pallas_kernels import layout, movers
 from paxkv.reservation import PageCopies
 
 
@@ -44,7 +44,7 @@ def copy_pages(pool: PagePool, copies: PageCopies) -> PagePool:
 
 
 def _copy_pages(pool: PagePool, copies: PageCopies) -> PagePool:
-    return jax.tree.map(lambda pages: layout.copy_pages(pages, *copies), pool)
+    return jax.tree.map(lambda pages: movers.copy_pages(pages, *copies), pool)
 
 
 def _copy_none(pool: PagePool, _: PageCopies) -> PagePool:
@@ -82,7 +82,7 @@ def pages_from_dense(
 
     def write(pages: jax.Array, tokens: jax.Array) -> jax.Array:
         packed = tokens.reshape(num_slots * length, num_kv_heads, head_dim)
-        return layout.write_tokens(pages, page_ids, offsets, packed)
+        return movers.write_tokens(pages, page_ids, offsets, packed)
 
     return _replace_layer(
         pool, layer, write(pool.k_pages[layer], keys), write(pool.v_pages[layer], values)

@@ -1,0 +1,164 @@
+"""Moving tokens and pages into, out of and about a pool array `[P, K, S, H]`, in place.
+
+Jit them with the pool donated, or call them in a loop that carries it: no copy of the pool is made.
+On CPU and GPU that is XLA's own scatter, which compiles to nothing but the writes (the tests read
+the compiled text, for GPUs too). XLA for TPU lays the pool out anew for a scatter, which copies it
+whole: there kernels copy page by page.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+type MoverImplementation = Literal["reference", "tpu", "gpu"]
+
+
+def write_tokens(
+    pages: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    tokens: jax.Array,
+    *,
+    implementation: MoverImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Writes one token's K (or V) to each of some slots of pages.
+
+    Args:
+        pages: A pool array, `[P, K, S, H]`.
+        page_ids: `i32[T]`, 0 or more. Ids at or past `P` write nothing.
+        offsets: `i32[T]`, each in `[0, S)`. No two tokens may name one slot of one page.
+        tokens: `[T, K, H]`.
+        implementation: A named one works or raises. None chooses for the platform.
+        interpret: Runs a TPU kernel on a CPU, which raises if it finds a race.
+
+    Returns:
+        The pool array, updated in place where it was donated.
+    """
+    if implementation is None and pages.shape[2] % 8:
+        implementation = "reference"  # pages of less than a tile have no kernel
+    tokens = tokens.astype(pages.dtype)
+    return _choose("write_tokens", implementation, interpret)(pages, page_ids, offsets, tokens)
+
+
+def copy_pages(
+    pages: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+    *,
+    implementation: MoverImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Copies whole pages within a pool array.
+
+    Args:
+        pages: A pool array, `[P, K, S, H]`.
+        source: `i32[C]`, each in `[0, P)`. Read before anything is written.
+        target: `i32[C]`, 0 or more, no page named twice. Ids at or past `P` copy nothing.
+        implementation: As for `write_tokens`.
+        interpret: As for `write_tokens`.
+
+    Returns:
+        The pool array, updated in place where it was donated.
+    """
+    return _choose("copy_pages", implementation, interpret)(pages, source, target)
+
+
+def take_pages(
+    pages: jax.Array,
+    page_ids: jax.Array,
+    *,
+    implementation: MoverImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The contents of some pages, to be kept elsewhere until `put_pages`.
+
+    Args:
+        pages: A pool array, `[P, K, S, H]`.
+        page_ids: `i32[C]`, 0 or more. Ids at or past `P` give zeros.
+        implementation: As for `write_tokens`.
+        interpret: As for `write_tokens`.
+
+    Returns:
+        `[C, K, S, H]`.
+    """
+    return _choose("take_pages", implementation, interpret)(pages, page_ids)
+
+
+def put_pages(
+    pages: jax.Array,
+    page_ids: jax.Array,
+    contents: jax.Array,
+    *,
+    implementation: MoverImplementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Overwrites some pages, as with what `take_pages` gave.
+
+    Args:
+        pages: A pool array, `[P, K, S, H]`.
+        page_ids: `i32[C]`, 0 or more, no page named twice. Ids at or past `P` write nothing.
+        contents: `[C, K, S, H]`.
+        implementation: As for `write_tokens`.
+        interpret: As for `write_tokens`.
+
+    Returns:
+        The pool array, updated in place where it was donated.
+    """
+    contents = contents.astype(pages.dtype)
+    return _choose("put_pages", implementation, interpret)(pages, page_ids, contents)
+
+
+def _write_tokens(pages, page_ids, offsets, tokens):
+    return pages.at[page_ids, :, offsets].set(tokens, mode="drop", unique_indices=True)
+
+
+def _copy_pages(pages, source, target):
+    return pages.at[target].set(pages[source], mode="drop", unique_indices=True)
+
+
+def _take_pages(pages, page_ids):
+    return pages.at[page_ids].get(mode="fill", fill_value=0)
+
+
+def _put_pages(pages, page_ids, contents):
+    return pages.at[page_ids].set(contents, mode="drop", unique_indices=True)
+
+
+_REFERENCE = {
+    "write_tokens": _write_tokens,
+    "copy_pages": _copy_pages,
+    "take_pages": _take_pages,
+    "put_pages": _put_pages,
+}
+
+
+@functools.partial(jax.jit, static_argnames=("name", "interpret"))
+def _on_tpu(*arrays: jax.Array, name: str, interpret: bool) -> jax.Array:
+    """Traced once for all arrays of a shape, also where it is not the branch that is lowered."""
+    from paxkv.pallas_kernels import tpu_movers  # Pallas takes half a second to import
+
+    dtype = arrays[0].dtype
+    if dtype == jnp.float16:  # which a TPU kernel does not take; to move bits, any name will do
+        arrays = tuple(
+            lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == dtype else x for x in arrays
+        )
+    moved = getattr(tpu_movers, name)(*arrays, interpret=interpret)
+    return lax.bitcast_convert_type(moved, dtype)
+
+
+def _choose(
+    name: str, implementation: MoverImplementation | None, interpret: bool
+) -> Callable[..., jax.Array]:
+    reference = _REFERENCE[name]
+    on_tpu = functools.partial(_on_tpu, name=name, interpret=interpret)
+    if implementation is None:
+        return lambda *arrays: lax.platform_dependent(*arrays, tpu=on_tpu, default=reference)
+    choices = {"reference": reference, "gpu": reference, "tpu": on_tpu}
+    if implementation not in choices:
+        raise ValueError(f"{implementation=} is not one of {', '.join(map(repr, choices))} or None")
+    return choices[implementation]
