@@ -230,23 +230,30 @@ def _decode_kernel(
 
     row_head = lax.broadcasted_iota(jnp.int32, (stack_rows, LANES), 0) // group
 
-    def attend(slot, tile, half, buf, *, is_masked: bool):
+    def attend(slot, tile, half, buf, *, is_masked: bool, between=lambda stack: None):
+        """Merges a tile into the softmax; `between` is called once for each stack.
+
+        The scores of a stack are asked for before the values of the one before it, so that the
+        matrix units work while a softmax is computed.
+        """
         if is_masked:
             mask_tile(slot, tile, half, buf)
             shape = (tile_tokens, head_dim)
             position = tile * tile_tokens + lax.broadcasted_iota(jnp.int32, shape, 0)
             is_seen = (position >= first_seen(slot)) & (position < end_seen(slot))
-        for stack in range(num_stacks):
-            heads = range(stack * heads_per_stack, (stack + 1) * heads_per_stack)
+
+        def score(stack):
             query = query_buf[half, stack]
             scores = jnp.zeros((stack_rows, tile_tokens), jnp.float32)
-            for i, head in enumerate(heads):
-                mine = row_head[:, :1] == i
-                keys = key_buf[buf, head].reshape(tile_tokens, head_dim)
-                scores += _dot(
-                    jnp.where(mine, query, jnp.zeros_like(query)) if heads_per_stack > 1 else query,
-                    keys, (1, 1),
-                )  # fmt: skip
+            for i in range(heads_per_stack):
+                keys = key_buf[buf, stack * heads_per_stack + i].reshape(tile_tokens, head_dim)
+                mine = query
+                if heads_per_stack > 1:
+                    mine = jnp.where(row_head[:, :1] == i, query, jnp.zeros_like(query))
+                scores += _dot(mine, keys, (1, 1))
+            return scores
+
+        def weigh(stack, scores):
             scores *= scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -259,15 +266,25 @@ def _decode_kernel(
             keep = jnp.exp(old_top - new_top)
             top[stack] = new_top
             total[stack] = keep * total[stack] + jnp.sum(weights, axis=1, keepdims=True)
-            weights = weights.astype(value_buf.dtype)
-            for i, head in enumerate(heads):
+            return weights.astype(value_buf.dtype), keep[:, :1]
+
+        def gather(stack, weights, keep):
+            for i in range(heads_per_stack):
+                head = stack * heads_per_stack + i
                 values = value_buf[buf, head].reshape(tile_tokens, head_dim)
                 if is_masked:
                     values = jnp.where(is_seen, values, jnp.zeros_like(values))
                 part = pl.ds(i * head_dim, head_dim)
-                weighted[stack, :, part] = keep[:, :1] * weighted[stack, :, part] + _dot(
+                weighted[stack, :, part] = keep * weighted[stack, :, part] + _dot(
                     weights, values, (1, 0)
                 )
+
+        scores = score(0)
+        for stack in range(num_stacks):
+            following = score(stack + 1) if stack + 1 < num_stacks else None
+            between(stack)
+            gather(stack, *weigh(stack, scores))
+            scores = following
 
     def finish(slot, half):
         """Normalises a sequence's softmax and sends it off."""
@@ -318,7 +335,21 @@ def _decode_kernel(
         total[...] = jnp.zeros(total.shape, jnp.float32)
         weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
-        def attend_tile(tile, buf):
+        def attend_inner_tile(tile, buf):
+            """A tile that is all seen, followed by another one of whole pages."""
+            for pages_buf in (key_buf, value_buf):
+                half_buf = pages_buf.at[buf]
+                pltpu.make_async_copy(half_buf, half_buf, page_sems.at[buf]).wait()
+            copied[1 - buf] = tile_pages
+
+            def start_some_pages(stack):
+                for place in range(stack, tile_pages, num_stacks):
+                    start_page(ids[half, 0, (tile + 1) * tile_pages + place], place, 1 - buf)
+
+            attend(slot, tile, half, buf, is_masked=False, between=start_some_pages)
+            return 1 - buf
+
+        def attend_edge_tile(tile, buf):
             is_last = tile + 1 == end_tile
 
             @pl.when(~is_last)
@@ -346,7 +377,17 @@ def _decode_kernel(
             pl.when(~is_masked)(lambda: attend(slot, tile, half, buf, is_masked=False))
             return 1 - buf
 
-        buf = lax.fori_loop(first_tile(slot), end_tile, attend_tile, buf)
+        def attend_some_tiles(state):
+            tile, buf = state
+            is_inner = (is_whole_ref[slot] == 1) & (tile * tile_tokens >= first_seen(slot))
+            end_inner = jnp.where(is_inner, end_seen(slot) // tile_tokens - 1, tile)
+            end_inner = jnp.maximum(end_inner, tile)
+            buf = lax.fori_loop(tile, end_inner, attend_inner_tile, buf)
+            return end_inner + 1, attend_edge_tile(end_inner, buf)
+
+        _, buf = lax.while_loop(
+            lambda state: state[0] < end_tile, attend_some_tiles, (first_tile(slot), buf)
+        )
         finish(slot, half)
         return following, 1 - half, buf
 
