@@ -45,7 +45,7 @@ def _decode_kernel(
     out_buf,  # [2, J, R, H]
     lse_buf,  # f32[2, 1, N']
     written_buf,  # [2, 2, K, G, H] the rows around the new token, for their way back to HBM
-    bias,  # f32[8, C * S] 0 or MASKED
+    bias,  # f32[8, part of C * S] 0 or MASKED
     top,  # f32[J, R, 128]
     total,  # f32[J, R, 128]
     weighted,  # f32[J, R, heads_per_stack * H]
@@ -71,6 +71,7 @@ def _decode_kernel(
     num_stacks, stack_rows, _ = top.shape
     heads_per_stack = num_kv_heads // num_stacks
     group_rows = written_buf.shape[3]
+    part_pages = bias.shape[1] // page_size
 
     per_program = pl.cdiv(num_slots, pl.num_programs(0))
     first_slot = pl.program_id(0) * per_program
@@ -115,27 +116,18 @@ def _decode_kernel(
         start = tile * tile_pages
         first = jnp.maximum(start, first_seen(slot) // page_size)
         end = jnp.minimum(start + tile_pages, pl.cdiv(end_seen(slot), page_size))
-        is_full = (is_whole_ref[slot] == 1) & (end - first == tile_pages)
 
-        @pl.when(is_full)
-        def _():
-            for place in range(tile_pages):
-                start_page(ids[half, 0, start + place], place, buf)
-            copied[buf] = tile_pages
+        def start_if_page(column, count):
+            page_id = ids[half, 0, column]
+            exists = is_page(page_id, num_pages)
 
-        @pl.when(~is_full)
-        def _():
-            def start_if_page(column, count):
-                page_id = ids[half, 0, column]
-                exists = is_page(page_id, num_pages)
+            @pl.when(exists)
+            def _():
+                start_page(page_id, column - start, buf)
 
-                @pl.when(exists)
-                def _():
-                    start_page(page_id, column - start, buf)
+            return count + exists.astype(jnp.int32)
 
-                return count + exists.astype(jnp.int32)
-
-            copied[buf] = lax.fori_loop(first, end, start_if_page, jnp.int32(0))
+        copied[buf] = lax.fori_loop(first, end, start_if_page, jnp.int32(0))
 
     def wait_tile(buf):
         """Waits for as many bytes as there are pages on their way, by powers of two."""
@@ -206,9 +198,9 @@ def _decode_kernel(
                 copy.start()
             is_leaving[half, 1] = 1
 
-    def mask_tile(slot, tile, half, buf):
+    def mask_part(slot, first_page, half, buf):
         """Fills `bias`, and clears the values of pages that do not exist."""
-        start = tile * tile_tokens
+        start = first_page * page_size
         position = start + lax.broadcasted_iota(jnp.int32, bias.shape, 1)
         is_seen = (position >= first_seen(slot)) & (position < end_seen(slot))
         bias[...] = jnp.where(is_seen, 0.0, MASKED)
@@ -216,37 +208,42 @@ def _decode_kernel(
         @pl.when(is_whole_ref[slot] == 0)
         def _():
             def mask_page(place, _):
-                column = jnp.minimum(tile * tile_pages + place, max_pages - 1)
+                column = jnp.minimum(first_page + place, max_pages - 1)
 
                 @pl.when(~is_page(ids[half, 0, column], num_pages))
                 def _():
                     is_here = (position - start) // page_size == place
                     bias[...] = jnp.where(is_here, MASKED, bias[...])
-                    value_buf[buf, :, place] = jnp.zeros(
+                    value_buf[buf, :, (first_page + place) % tile_pages] = jnp.zeros(
                         (num_kv_heads, page_size, head_dim), value_buf.dtype
                     )
 
-            lax.fori_loop(0, tile_pages, mask_page, None)
+            lax.fori_loop(0, part_pages, mask_page, None)
 
     row_head = lax.broadcasted_iota(jnp.int32, (stack_rows, LANES), 0) // group
 
-    def attend(slot, tile, half, buf, *, is_masked: bool, between=lambda stack: None):
-        """Merges a tile into the softmax; `between` is called once for each stack.
+    def attend(
+        slot, first_page, half, buf, *, length: int, is_masked: bool, between=lambda stack: None
+    ):
+        """Merges `length` pages of a tile into the softmax; calls `between` once for each stack.
 
         The scores of a stack are asked for before the values of the one before it, so that the
         matrix units work while a softmax is computed.
         """
+        num_tokens = length * page_size
+        pages = pl.ds(first_page % tile_pages if is_masked else 0, length)
         if is_masked:
-            mask_tile(slot, tile, half, buf)
-            shape = (tile_tokens, head_dim)
-            position = tile * tile_tokens + lax.broadcasted_iota(jnp.int32, shape, 0)
+            mask_part(slot, first_page, half, buf)
+            shape = (num_tokens, head_dim)
+            position = first_page * page_size + lax.broadcasted_iota(jnp.int32, shape, 0)
             is_seen = (position >= first_seen(slot)) & (position < end_seen(slot))
 
         def score(stack):
             query = query_buf[half, stack]
-            scores = jnp.zeros((stack_rows, tile_tokens), jnp.float32)
+            scores = jnp.zeros((stack_rows, num_tokens), jnp.float32)
             for i in range(heads_per_stack):
-                keys = key_buf[buf, stack * heads_per_stack + i].reshape(tile_tokens, head_dim)
+                keys = key_buf[buf, stack * heads_per_stack + i, pages]
+                keys = keys.reshape(num_tokens, head_dim)
                 mine = query
                 if heads_per_stack > 1:
                     mine = jnp.where(row_head[:, :1] == i, query, jnp.zeros_like(query))
@@ -271,7 +268,7 @@ def _decode_kernel(
         def gather(stack, weights, keep):
             for i in range(heads_per_stack):
                 head = stack * heads_per_stack + i
-                values = value_buf[buf, head].reshape(tile_tokens, head_dim)
+                values = value_buf[buf, head, pages].reshape(num_tokens, head_dim)
                 if is_masked:
                     values = jnp.where(is_seen, values, jnp.zeros_like(values))
                 part = pl.ds(i * head_dim, head_dim)
@@ -346,7 +343,10 @@ def _decode_kernel(
                 for place in range(stack, tile_pages, num_stacks):
                     start_page(ids[half, 0, (tile + 1) * tile_pages + place], place, 1 - buf)
 
-            attend(slot, tile, half, buf, is_masked=False, between=start_some_pages)
+            attend(
+                slot, tile * tile_pages, half, buf,
+                length=tile_pages, is_masked=False, between=start_some_pages,
+            )  # fmt: skip
             return 1 - buf
 
         def attend_edge_tile(tile, buf):
@@ -368,13 +368,14 @@ def _decode_kernel(
                 wait_leaving(half)
                 write_new_token(slot, tile, half, buf)
 
-            is_masked = (
-                (is_whole_ref[slot] == 0)
-                | (first_seen(slot) > tile * tile_tokens)
-                | (end_seen(slot) < (tile + 1) * tile_tokens)
-            )
-            pl.when(is_masked)(lambda: attend(slot, tile, half, buf, is_masked=True))
-            pl.when(~is_masked)(lambda: attend(slot, tile, half, buf, is_masked=False))
+            start = tile * tile_pages
+            first = jnp.maximum(start, first_seen(slot) // page_size) // part_pages
+            end = jnp.minimum(start + tile_pages, pl.cdiv(end_seen(slot), page_size))
+
+            def attend_part(part, _):
+                attend(slot, part * part_pages, half, buf, length=part_pages, is_masked=True)
+
+            lax.fori_loop(first, pl.cdiv(end, part_pages), attend_part, None)
             return 1 - buf
 
         def attend_some_tiles(state):
@@ -448,7 +449,7 @@ def decode(
         heads_per_stack -= 1
     num_stacks = num_kv_heads // heads_per_stack
     stack_rows = -(-heads_per_stack * group // 8) * 8
-    tile_tokens = tile_pages * page_size
+    part_pages = max(1, min(tile_pages, 256 // page_size))
 
     def stacked(x):  # [..., N, H] -> [..., J, R, H]
         lead, tail = x.shape[:-2], x.shape[-1]
@@ -498,7 +499,7 @@ def decode(
                 vmem((2, num_stacks, stack_rows, head_dim), queries.dtype),
                 vmem((2, 1, lse_lanes), jnp.float32),
                 vmem((2, 2, num_kv_heads, written_rows, head_dim), dtype),
-                vmem((8, tile_tokens), jnp.float32),
+                vmem((8, part_pages * page_size), jnp.float32),
                 vmem((num_stacks, stack_rows, LANES), jnp.float32),
                 vmem((num_stacks, stack_rows, LANES), jnp.float32),
                 vmem((num_stacks, stack_rows, heads_per_stack * head_dim), jnp.float32),
