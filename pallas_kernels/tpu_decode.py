@@ -19,8 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page, ragged_rows
-
-LANES = 128
+from paxkv.pallas_kernels.tpu_steps import dot, pad
+from paxkv.pallas_kernels.tpu_tiles import LANES
 
 
 def _decode_kernel(
@@ -247,7 +247,7 @@ def _decode_kernel(
                 mine = query
                 if heads_per_stack > 1:
                     mine = jnp.where(row_head[:, :1] == i, query, jnp.zeros_like(query))
-                scores += _dot(mine, keys, (1, 1))
+                scores += dot(mine, keys, (1, 1))
             return scores
 
         def weigh(stack, scores):
@@ -272,7 +272,7 @@ def _decode_kernel(
                 if is_masked:
                     values = jnp.where(is_seen, values, jnp.zeros_like(values))
                 part = pl.ds(i * head_dim, head_dim)
-                weighted[stack, :, part] = keep * weighted[stack, :, part] + _dot(
+                weighted[stack, :, part] = keep * weighted[stack, :, part] + dot(
                     weights, values, (1, 0)
                 )
 
@@ -410,16 +410,6 @@ def _decode_kernel(
         wait_leaving(half)
 
 
-def _dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """A product accumulated in float32; float32 operands are not rounded to bfloat16 first."""
-    exact = x.dtype == jnp.float32
-    return lax.dot_general(
-        x, y, (((contracted[0],), (contracted[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
 def decode(
     queries: jax.Array,
     new_keys: jax.Array,
@@ -454,9 +444,9 @@ def decode(
     def stacked(x):  # [..., N, H] -> [..., J, R, H]
         lead, tail = x.shape[:-2], x.shape[-1]
         x = x.reshape(*lead, num_kv_heads, real_group, tail)
-        x = _pad(x, -2, group)
+        x = pad(x, -2, group)
         x = x.reshape(*lead, num_stacks, heads_per_stack * group, tail)
-        return _pad(x, -2, stack_rows)
+        return pad(x, -2, stack_rows)
 
     def unstacked(x):
         lead, tail = x.shape[:-3], x.shape[-1]
@@ -526,7 +516,7 @@ def decode(
         cu_q_lens[:-1],
         jnp.where(is_active, kv_lens, 0),
         is_whole.astype(jnp.int32),
-        _pad(block_tables, -1, padded_pages)[:, None],
+        pad(block_tables, -1, padded_pages)[:, None],
         stacked(queries),
         jnp.stack([new_keys, new_values], axis=1).astype(dtype),
         sink_rows,
@@ -543,10 +533,3 @@ def decode(
         key_pages,
         value_pages,
     )
-
-
-def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Fills an axis up to `size` with zeros."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
