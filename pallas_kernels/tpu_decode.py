@@ -18,9 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from paxkv.pallas_kernels.online_softmax import MASKED
-from paxkv.pallas_kernels.ragged import is_page, ragged_rows
+from paxkv.pallas_kernels.ragged import is_page
 from paxkv.pallas_kernels.tpu_steps import dot, pad
-from paxkv.pallas_kernels.tpu_tiles import LANES
+from paxkv.pallas_kernels.tpu_tiles import (
+    LANES,
+    chip_traced_for,
+    decode_tile_pages,
+    power_of_two_over,
+)
 
 
 def _decode_kernel(
@@ -410,7 +415,7 @@ def _decode_kernel(
         wait_leaving(half)
 
 
-def decode(
+def paged_decode_tpu(
     queries: jax.Array,
     new_keys: jax.Array,
     new_values: jax.Array,
@@ -424,16 +429,35 @@ def decode(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
-    tile_pages: int,
-    num_programs: int = 1,
-    interpret: bool = False,
-):
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`paged_attention_tpu` where no sequence has more than one query.
+
+    Rows that belong to no sequence are left unset.
+
+    Args:
+        queries: As for `paged_attention_tpu`, like the others not named here.
+        new_keys: See `queries`.
+        new_values: See `queries`.
+        key_pages: See `queries`.
+        value_pages: See `queries`.
+        block_tables: See `queries`.
+        kv_lens: See `queries`.
+        cu_q_lens: See `queries`.
+        scale: See `queries`.
+        window: See `queries`.
+        soft_cap: See `queries`.
+        sinks: See `queries`.
+        interpret: See `queries`.
+    """
+    chip = chip_traced_for()
     num_rows, num_heads, head_dim = queries.shape
     num_pages, num_kv_heads, page_size, _ = key_pages.shape
     num_slots, max_pages = block_tables.shape
     dtype = key_pages.dtype
+    tile_pages = decode_tile_pages(chip, key_pages, max_pages)
     real_group = num_heads // num_kv_heads
-    group = 1 << (real_group - 1).bit_length()
+    group = power_of_two_over(real_group)
     heads_per_stack = max(1, 8 // group)
     while num_kv_heads % heads_per_stack:
         heads_per_stack -= 1
@@ -477,7 +501,7 @@ def decode(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(num_programs,),
+            grid=(chip.num_cores,),
             in_specs=[hbm, hbm, hbm, pl.BlockSpec(memory_space=vmem), hbm, hbm],
             out_specs=[hbm, hbm, hbm, hbm],
             scratch_shapes=[
@@ -508,7 +532,7 @@ def decode(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=64 * 2**20,
+            vmem_limit_bytes=chip.usable_vmem_bytes,
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="paged_decode",
@@ -523,13 +547,5 @@ def decode(
         key_pages,
         value_pages,
     )  # fmt: skip
-    rows = ragged_rows(num_rows, cu_q_lens, kv_lens)
-    is_written = (rows.is_token & is_active[rows.slots])[:, None]
     lse = lse[:, 0, : num_stacks * stack_rows].reshape(num_rows, num_stacks, stack_rows, 1)
-    unseen = -jnp.inf if sinks is None else jnp.where(rows.is_token[:, None], sinks, -jnp.inf)
-    return (
-        jnp.where(is_written[..., None], unstacked(out), 0),
-        jnp.where(is_written, unstacked(lse)[..., 0], unseen),
-        key_pages,
-        value_pages,
-    )
+    return unstacked(out), unstacked(lse)[..., 0], key_pages, value_pages

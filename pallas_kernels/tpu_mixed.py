@@ -20,7 +20,13 @@ from paxkv.pallas_kernels.layout import NULL_PAGE
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
 from paxkv.pallas_kernels.tpu_steps import dot, pad
-from paxkv.pallas_kernels.tpu_tiles import LANES
+from paxkv.pallas_kernels.tpu_tiles import (
+    LANES,
+    chip_traced_for,
+    power_of_two_over,
+    prefill_tile_pages,
+    prefill_tile_queries,
+)
 
 WRITE_RING = 8  # row groups on their way at a time
 
@@ -172,8 +178,7 @@ def _mixed_kernel(
             yield pltpu.make_async_copy(
                 new_ref.at[:, :, pl.ds(first, 2 * group_rows)], new_buf.at[ring], read_sems.at[ring]
             )
-            for copy in page_copies(i, read_sems, is_read=True):
-                yield copy
+            yield from page_copies(i, read_sems, is_read=True)
 
         def page_copies(i, sems, *, is_read):
             ring = i % WRITE_RING
@@ -411,16 +416,48 @@ def _mixed_kernel(
     lax.fori_loop(0, num_kv_heads, finish, None)
 
 
-def mixed(
-    queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, *,
-    scale, window, soft_cap, sinks, tile_queries, tile_pages, interpret=False,
-):  # fmt: skip
+def paged_mixed_tpu(
+    queries: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`paged_attention_tpu` for any number of queries per sequence.
+
+    Args:
+        queries: As for `paged_attention_tpu`, like the others not named here.
+        new_keys: See `queries`.
+        new_values: See `queries`.
+        key_pages: See `queries`.
+        value_pages: See `queries`.
+        block_tables: See `queries`.
+        kv_lens: See `queries`.
+        cu_q_lens: See `queries`.
+        scale: See `queries`.
+        window: See `queries`.
+        soft_cap: See `queries`.
+        sinks: See `queries`.
+        interpret: See `queries`.
+    """
+    chip = chip_traced_for()
     num_tokens, num_heads, head_dim = queries.shape
     num_pages, num_kv_heads, page_size, _ = key_pages.shape
     num_slots, max_pages = block_tables.shape
     dtype = key_pages.dtype
     real_group = num_heads // num_kv_heads
-    group = 1 << (real_group - 1).bit_length()
+    group = power_of_two_over(real_group)
+    tile_pages = prefill_tile_pages(chip, key_pages, max_pages)
+    tile_queries = prefill_tile_queries(num_tokens, num_kv_heads, group, head_dim)
     num_rows = tile_queries * group
     chunk_rows = min(num_rows, 128)
     group_rows = min(page_size, 32 // dtype.itemsize)
@@ -502,7 +539,7 @@ def mixed(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=64 * 2**20,
+            vmem_limit_bytes=chip.usable_vmem_bytes,
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="paged_mixed",
