@@ -84,7 +84,7 @@ def tpu_refusal(queries: jax.Array, key_pages: jax.Array) -> str | None:
     vmem_bytes = chip_traced_for().usable_vmem_bytes
     if 2 * page_bytes > vmem_bytes // 2:
         return (
-            f"two pages of {page_bytes:,} bytes of K and V leave no room in the {vmem_bytes:,} bytes "
+            f"two pages of {page_bytes:,} bytes of K and V leave no room in {vmem_bytes:,} bytes "
             "of VMEM: take smaller pages or spread the KV heads over more chips"
         )
     return None

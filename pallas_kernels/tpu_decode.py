@@ -453,7 +453,7 @@ def paged_decode_tpu(
     chip = chip_traced_for()
     num_rows, num_heads, head_dim = queries.shape
     num_pages, num_kv_heads, page_size, _ = key_pages.shape
-    num_slots, max_pages = block_tables.shape
+    max_pages = block_tables.shape[1]
     dtype = key_pages.dtype
     tile_pages = decode_tile_pages(chip, key_pages, max_pages)
     real_group = num_heads // num_kv_heads

@@ -58,7 +58,7 @@ def _mixed_kernel(
     top,  # f32[K, q * G, 128]
     total,
     weighted,  # f32[K, q * G, H]
-    new_buf,  # f32[W, 2, K, 2 * group_rows, H]
+    new_buf,  # f32[W, 2, K, L, 2 * group_rows, H / L], in parts of at most 128 lanes
     rows_buf,  # [W, 2, K, group_rows, H]
     ids_sems,
     page_sems,
@@ -175,9 +175,12 @@ def _mixed_kernel(
         def read_copies(i):
             ring = i % WRITE_RING
             first = pl.multiple_of(source(i) // group_rows * group_rows, group_rows)
-            yield pltpu.make_async_copy(
-                new_ref.at[:, :, pl.ds(first, 2 * group_rows)], new_buf.at[ring], read_sems.at[ring]
-            )
+            rows = pl.ds(first, 2 * group_rows)
+            for part in range(new_buf.shape[3]):
+                lanes = pl.ds(part * new_buf.shape[5], new_buf.shape[5])
+                yield pltpu.make_async_copy(
+                    new_ref.at[:, :, rows, lanes], new_buf.at[ring, :, :, part], read_sems.at[ring]
+                )
             yield from page_copies(i, read_sems, is_read=True)
 
         def page_copies(i, sems, *, is_read):
@@ -215,7 +218,12 @@ def _mixed_kernel(
                 first = position_of(slot, cu_q_lens_ref[slot])
                 is_new = (position >= first) & (position < kv_lens_ref[slot])
                 for which in range(2):
-                    new = new_buf[ring, which, :, pl.ds(shift, group_rows)]
+                    # A load may begin at any row only if it is no wider than a register.
+                    new = [
+                        new_buf[ring, which, :, part, pl.ds(shift, group_rows)]
+                        for part in range(new_buf.shape[3])
+                    ]
+                    new = jnp.concatenate(new, axis=-1)
                     rows = rows_buf.at[ring, which]
                     rows[...] = jnp.where(is_new, new.astype(rows.dtype), rows[...])
                 for copy in page_copies(i, write_sems, is_read=False):
@@ -461,6 +469,7 @@ def paged_mixed_tpu(
     num_rows = tile_queries * group
     chunk_rows = min(num_rows, 128)
     group_rows = min(page_size, 32 // dtype.itemsize)
+    parts = max(1, head_dim // LANES)
     num_steps = -(-num_tokens // tile_queries)
     padded_tokens = num_steps * tile_queries
 
@@ -521,7 +530,10 @@ def paged_mixed_tpu(
                 vmem((num_kv_heads, num_rows, LANES), jnp.float32),
                 vmem((num_kv_heads, num_rows, LANES), jnp.float32),
                 vmem((num_kv_heads, num_rows, head_dim), jnp.float32),
-                vmem((WRITE_RING, 2, num_kv_heads, 2 * group_rows, head_dim), jnp.float32),
+                vmem(
+                    (WRITE_RING, 2, num_kv_heads, parts, 2 * group_rows, head_dim // parts),
+                    jnp.float32,
+                ),
                 vmem((WRITE_RING, 2, num_kv_heads, group_rows, head_dim), dtype),
                 dma((2,)),
                 dma((2,)),

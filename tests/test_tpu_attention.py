@@ -44,7 +44,7 @@ CASES = SMALL_CASES | DECODE_CASES | MIXED_CASES
 NAMED_DECODE = [
     (name, "bfloat16")
     for name in CASES
-    if name.startswith("decode_") and not name.endswith("page_1") or name == "nothing_stored"
+    if (name.startswith("decode_") and not name.endswith("page_1")) or name == "nothing_stored"
 ] + [(name, "float32") for name in FLOAT32_CASES if name.startswith("decode")]
 NAMED_MIXED = [
     (name, "bfloat16")
@@ -125,7 +125,7 @@ def test_ids_that_name_no_page_are_never_read_or_written(max_q_len, columns):
         ({"page_size": 4}, "4"),
         ({"head_dim": 72}, "72"),
         ({"num_heads": 34}, "34"),
-        ({"num_kv_heads": 64, "num_heads": 64, "head_dim": 256, "page_size": 256}, "33,554,432"),
+        ({"num_kv_heads": 64, "num_heads": 64, "head_dim": 256, "page_size": 256}, "16,777,216"),
     ],
 )
 def test_refusal_names_the_number(change, number):
