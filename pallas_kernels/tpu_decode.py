@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
+from paxkv.pallas_kernels.tpu_pages import PageTiles
 from paxkv.pallas_kernels.tpu_steps import dot, pad
 from paxkv.pallas_kernels.tpu_tiles import (
     LANES,
@@ -71,8 +72,11 @@ def _decode_kernel(
 ):
     num_slots = kv_lens_ref.shape[0]
     num_pages, num_kv_heads, page_size, head_dim = keys_ref.shape
-    tile_pages = key_buf.shape[2]
-    tile_tokens = tile_pages * page_size
+    tiles = PageTiles(
+        pools=(keys_ref, values_ref), bufs=(key_buf, value_buf), tables=tables_ref, ids=ids,
+        copied=copied, ids_sems=ids_sems, page_sems=page_sems, max_pages=max_pages,
+    )  # fmt: skip
+    tile_pages, tile_tokens = tiles.tile_pages, tiles.tile_tokens
     num_stacks, stack_rows, _ = top.shape
     heads_per_stack = num_kv_heads // num_stacks
     group_rows = written_buf.shape[3]
@@ -96,9 +100,6 @@ def _decode_kernel(
     def end_seen(slot):
         return jnp.minimum(kv_lens_ref[slot], max_pages * page_size)
 
-    def ids_copy(slot, half):
-        return pltpu.make_async_copy(tables_ref.at[slot], ids.at[half], ids_sems.at[half])
-
     def row_copies(slot, half):
         row = rows_ref[slot]
         return (
@@ -107,46 +108,12 @@ def _decode_kernel(
         )
 
     def start_sequence(slot, half):
-        ids_copy(slot, half).start()
+        tiles.ids_copy(slot, half).start()
         for copy in row_copies(slot, half):
             copy.start()
 
-    def start_page(page_id, place, buf):
-        for pages, pages_buf in ((keys_ref, key_buf), (values_ref, value_buf)):
-            pltpu.make_async_copy(
-                pages.at[page_id], pages_buf.at[buf, :, place], page_sems.at[buf]
-            ).start()
-
     def start_tile(slot, tile, half, buf):
-        start = tile * tile_pages
-        first = jnp.maximum(start, first_seen(slot) // page_size)
-        end = jnp.minimum(start + tile_pages, pl.cdiv(end_seen(slot), page_size))
-
-        def start_if_page(column, count):
-            page_id = ids[half, 0, column]
-            exists = is_page(page_id, num_pages)
-
-            @pl.when(exists)
-            def _():
-                start_page(page_id, column - start, buf)
-
-            return count + exists.astype(jnp.int32)
-
-        copied[buf] = lax.fori_loop(first, end, start_if_page, jnp.int32(0))
-
-    def wait_tile(buf):
-        """Waits for as many bytes as there are pages on their way, by powers of two."""
-        count = copied[buf]
-        power = 1
-        while power <= tile_pages:
-
-            @pl.when(count & power != 0)
-            def _(power=power):
-                for pages_buf in (key_buf, value_buf):
-                    part = pages_buf.at[buf, :, pl.ds(0, power)]
-                    pltpu.make_async_copy(part, part, page_sems.at[buf]).wait()
-
-            power *= 2
+        tiles.start(tile, first_seen(slot), end_seen(slot), half, buf)
 
     def out_copies(slot, half):
         row = rows_ref[slot]
@@ -203,28 +170,6 @@ def _decode_kernel(
                 copy.start()
             is_leaving[half, 1] = 1
 
-    def mask_part(slot, first_page, half, buf):
-        """Fills `bias`, and clears the values of pages that do not exist."""
-        start = first_page * page_size
-        position = start + lax.broadcasted_iota(jnp.int32, bias.shape, 1)
-        is_seen = (position >= first_seen(slot)) & (position < end_seen(slot))
-        bias[...] = jnp.where(is_seen, 0.0, MASKED)
-
-        @pl.when(is_whole_ref[slot] == 0)
-        def _():
-            def mask_page(place, _):
-                column = jnp.minimum(first_page + place, max_pages - 1)
-
-                @pl.when(~is_page(ids[half, 0, column], num_pages))
-                def _():
-                    is_here = (position - start) // page_size == place
-                    bias[...] = jnp.where(is_here, MASKED, bias[...])
-                    value_buf[buf, :, (first_page + place) % tile_pages] = jnp.zeros(
-                        (num_kv_heads, page_size, head_dim), value_buf.dtype
-                    )
-
-            lax.fori_loop(0, part_pages, mask_page, None)
-
     row_head = lax.broadcasted_iota(jnp.int32, (stack_rows, LANES), 0) // group
 
     def attend(
@@ -238,10 +183,10 @@ def _decode_kernel(
         num_tokens = length * page_size
         pages = pl.ds(first_page % tile_pages if is_masked else 0, length)
         if is_masked:
-            mask_part(slot, first_page, half, buf)
-            shape = (num_tokens, head_dim)
-            position = first_page * page_size + lax.broadcasted_iota(jnp.int32, shape, 0)
-            is_seen = (position >= first_seen(slot)) & (position < end_seen(slot))
+            is_whole = is_whole_ref[slot] == 1
+            tiles.hide_unseen(
+                bias, first_page, first_seen(slot), end_seen(slot), is_whole, half, buf
+            )
 
         def score(stack):
             query = query_buf[half, stack]
@@ -274,8 +219,6 @@ def _decode_kernel(
             for i in range(heads_per_stack):
                 head = stack * heads_per_stack + i
                 values = value_buf[buf, head, pages].reshape(num_tokens, head_dim)
-                if is_masked:
-                    values = jnp.where(is_seen, values, jnp.zeros_like(values))
                 part = pl.ds(i * head_dim, head_dim)
                 weighted[stack, :, part] = keep * weighted[stack, :, part] + dot(
                     weights, values, (1, 0)
@@ -339,14 +282,12 @@ def _decode_kernel(
 
         def attend_inner_tile(tile, buf):
             """A tile that is all seen, followed by another one of whole pages."""
-            for pages_buf in (key_buf, value_buf):
-                half_buf = pages_buf.at[buf]
-                pltpu.make_async_copy(half_buf, half_buf, page_sems.at[buf]).wait()
+            tiles.wait_pages(buf, tile_pages)
             copied[1 - buf] = tile_pages
 
             def start_some_pages(stack):
                 for place in range(stack, tile_pages, num_stacks):
-                    start_page(ids[half, 0, (tile + 1) * tile_pages + place], place, 1 - buf)
+                    tiles.start_page(ids[half, 0, (tile + 1) * tile_pages + place], place, 1 - buf)
 
             attend(
                 slot, tile * tile_pages, half, buf,
@@ -363,10 +304,10 @@ def _decode_kernel(
 
             @pl.when(is_last & has_following)
             def _():
-                ids_copy(following, 1 - half).wait()
+                tiles.ids_copy(following, 1 - half).wait()
                 start_tile(following, first_tile(following), 1 - half, 1 - buf)
 
-            wait_tile(buf)
+            tiles.wait(buf)
 
             @pl.when(is_last)
             def _():
@@ -405,7 +346,7 @@ def _decode_kernel(
     @pl.when(slot < end_slot)
     def _():
         start_sequence(slot, 0)
-        ids_copy(slot, 0).wait()
+        tiles.ids_copy(slot, 0).wait()
         start_tile(slot, first_tile(slot), 0, 0)
 
     lax.while_loop(

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from paxkv.pallas_kernels.layout import NULL_PAGE
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
+from paxkv.pallas_kernels.tpu_pages import PageTiles
 from paxkv.pallas_kernels.tpu_steps import dot, pad
 from paxkv.pallas_kernels.tpu_tiles import (
     LANES,
@@ -75,8 +76,11 @@ def _mixed_kernel(
 ):
     num_slots = kv_lens_ref.shape[0]
     num_pages, num_kv_heads, page_size, head_dim = keys_ref.shape
-    tile_pages = key_buf.shape[2]
-    tile_tokens = tile_pages * page_size
+    tiles = PageTiles(
+        pools=(keys_ref, values_ref), bufs=(key_buf, value_buf), tables=tables_ref, ids=ids,
+        copied=copied, ids_sems=ids_sems, page_sems=page_sems, max_pages=max_pages,
+    )  # fmt: skip
+    tile_pages, tile_tokens = tiles.tile_pages, tiles.tile_tokens
     num_rows = queries_ref.shape[1]  # q * G
     tile_queries = num_rows // group
     num_used = cu_q_lens_ref[num_slots]
@@ -117,48 +121,6 @@ def _mixed_kernel(
 
         return lax.while_loop(is_idle, lambda pair: advance(*pair), (step, slot))
 
-    # Copies ------------------------------------------------------------------------------------
-
-    def ids_copy(slot, half):
-        return pltpu.make_async_copy(tables_ref.at[slot], ids.at[half], ids_sems.at[half])
-
-    def start_tile(pair, tile, half, buf):
-        first, end = seen(*pair)
-        start = tile * tile_pages
-
-        def start_if_page(column, count):
-            page_id = ids[half, 0, column]
-            exists = is_page(page_id, num_pages)
-
-            @pl.when(exists)
-            def _():
-                for pages, pages_buf in ((keys_ref, key_buf), (values_ref, value_buf)):
-                    pltpu.make_async_copy(
-                        pages.at[page_id], pages_buf.at[buf, :, column - start], page_sems.at[buf]
-                    ).start()
-
-            return count + exists.astype(jnp.int32)
-
-        copied[buf] = lax.fori_loop(
-            jnp.maximum(start, first // page_size),
-            jnp.minimum(start + tile_pages, pl.cdiv(end, page_size)),
-            start_if_page,
-            jnp.int32(0),
-        )
-
-    def wait_tile(buf):
-        count = copied[buf]
-        power = 1
-        while power <= tile_pages:
-
-            @pl.when(count & power != 0)
-            def _(power=power):
-                for pages_buf in (key_buf, value_buf):
-                    part = pages_buf.at[buf, :, pl.ds(0, power)]
-                    pltpu.make_async_copy(part, part, page_sems.at[buf]).wait()
-
-            power *= 2
-
     # Writing -----------------------------------------------------------------------------------
 
     def write_all():
@@ -191,23 +153,23 @@ def _mixed_kernel(
                 ends = (rows, rows_buf.at[ring, which])
                 yield pltpu.make_async_copy(*(ends if is_read else ends[::-1]), sems.at[ring])
 
-        def if_written(i, body):
-            pl.when(is_page(write_pages_ref[i], num_pages))(body)
+        def if_written(i):
+            return pl.when(is_page(write_pages_ref[i], num_pages))
 
         def start_read(i):
-            @functools.partial(if_written, i)
+            @if_written(i)
             def _():
                 for copy in read_copies(i):
                     copy.start()
 
         def wait_write(i):
-            @functools.partial(if_written, i)
+            @if_written(i)
             def _():
                 for copy in page_copies(i, write_sems, is_read=False):
                     copy.wait()
 
         def merge(i):
-            @functools.partial(if_written, i)
+            @if_written(i)
             def _():
                 for copy in read_copies(i):
                     copy.wait()
@@ -245,38 +207,8 @@ def _mixed_kernel(
 
     # Attention ---------------------------------------------------------------------------------
 
-    def clear_unseen(pair, tile, half, buf):
-        """Fills `bias`, and clears values that no query sees or that are not there."""
-        _, slot = pair
-        first, end = seen(*pair)
-        start = tile * tile_tokens
-        position = start + lax.broadcasted_iota(jnp.int32, bias.shape, 1)
-        bias[...] = jnp.where(position < end, 0.0, MASKED)
-
-        def clear_page(page, _):
-            column = tile * tile_pages + page
-            page_start = column * page_size
-            page_id = ids[half, 0, jnp.minimum(column, max_pages - 1)]
-            exists = is_page(page_id, num_pages)
-
-            @pl.when(~exists | (page_start < first) | (page_start + page_size > end))
-            def _():
-                shape = (num_kv_heads, page_size, head_dim)
-                token = page_start + lax.broadcasted_iota(jnp.int32, shape, 1)
-                is_kept = (token >= first) & (token < jnp.where(exists, end, 0))
-                values = value_buf.at[buf, :, page]
-                values[...] = jnp.where(is_kept, values[...], jnp.zeros(shape, values.dtype))
-
-            @pl.when(~exists)
-            def _():
-                is_here = (position - start) // page_size == page
-                bias[...] = jnp.where(is_here, MASKED, bias[...])
-
-        is_edge = (first > start) | (end < start + tile_tokens) | (is_whole_ref[slot] == 0)
-
-        @pl.when(is_edge)
-        def _():
-            lax.fori_loop(0, tile_pages, clear_page, None)
+    def start_tile(pair, tile, half, buf):
+        tiles.start(tile, *seen(*pair), half, buf)
 
     def attend_chunk(chunk, pair, tile, buf, *, is_masked: bool):
         """Merges a tile of keys into some rows of all heads."""
@@ -316,7 +248,8 @@ def _mixed_kernel(
 
     def attend_tile(pair, tile, half, buf):
         step, slot = pair
-        clear_unseen(pair, tile, half, buf)
+        is_whole = is_whole_ref[slot] == 1
+        tiles.hide_unseen(bias, tile * tile_pages, *seen(*pair), is_whole, half, buf)
         first_row, end_row = rows_of(step, slot)
         start = tile * tile_tokens
         chunk_queries = chunk_rows // group
@@ -335,7 +268,7 @@ def _mixed_kernel(
                 (first < first_row)
                 | (end > end_row)
                 | (position_of(slot, first) < start + tile_tokens - 1)
-                | (is_whole_ref[slot] == 0)
+                | ~is_whole
             )
             if window is not None:
                 is_masked |= position_of(slot, end - 1) - window >= start
@@ -358,7 +291,7 @@ def _mixed_kernel(
 
         @pl.when(has_following)
         def _():
-            ids_copy(following[1], 1 - half).start()
+            tiles.ids_copy(following[1], 1 - half).start()
 
         def attend_next(tile, buf):
             is_last = tile + 1 == end_tile
@@ -369,10 +302,10 @@ def _mixed_kernel(
 
             @pl.when(is_last & has_following)
             def _():
-                ids_copy(following[1], 1 - half).wait()
+                tiles.ids_copy(following[1], 1 - half).wait()
                 start_tile(following, first_tile(following), 1 - half, 1 - buf)
 
-            wait_tile(buf)
+            tiles.wait(buf)
             attend_tile(pair, tile, half, buf)
             return 1 - buf
 
@@ -411,8 +344,8 @@ def _mixed_kernel(
 
         @pl.when(is_within(*pair))
         def _():
-            ids_copy(pair[1], 0).start()
-            ids_copy(pair[1], 0).wait()
+            tiles.ids_copy(pair[1], 0).start()
+            tiles.ids_copy(pair[1], 0).wait()
             start_tile(pair, first_tile(pair), 0, 0)
 
     top[...] = jnp.full(top.shape, MASKED, jnp.float32)
