@@ -332,9 +332,9 @@ def _decode_kernel(
             buf = lax.fori_loop(tile, end_inner, attend_inner_tile, buf)
             return end_inner + 1, attend_edge_tile(end_inner, buf)
 
-        _, buf = lax.while_loop(
+        buf = lax.while_loop(
             lambda state: state[0] < end_tile, attend_some_tiles, (first_tile(slot), buf)
-        )
+        )[1]
         finish(slot, half)
         return following, 1 - half, buf
 

@@ -150,8 +150,9 @@ def _mixed_kernel(
             offset = pl.multiple_of(write_starts_ref[i] % page_size, group_rows)
             for which, pages in enumerate((keys_ref, values_ref)):
                 rows = pages.at[write_pages_ref[i], :, pl.ds(offset, group_rows)]
-                ends = (rows, rows_buf.at[ring, which])
-                yield pltpu.make_async_copy(*(ends if is_read else ends[::-1]), sems.at[ring])
+                here = rows_buf.at[ring, which]
+                source, target = (rows, here) if is_read else (here, rows)
+                yield pltpu.make_async_copy(source, target, sems.at[ring])
 
         def if_written(i):
             return pl.when(is_page(write_pages_ref[i], num_pages))
