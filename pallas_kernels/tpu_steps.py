@@ -1,0 +1,22 @@
+"""Steps that the TPU kernels share."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """A product accumulated in float32; float32 operands are not rounded to bfloat16 first."""
+    exact = x.dtype == jnp.float32
+    return lax.dot_general(
+        x, y, (((contracted[0],), (contracted[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Fills an axis up to `size` with zeros."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)

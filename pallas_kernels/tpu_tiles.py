@@ -1,0 +1,99 @@
+"""How many tokens the TPU kernels take at a time."""
+
+import dataclasses
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+
+# Bytes of K and V together that make a tile, by chip. While one tile is computed the next is
+# copied, so a tile must outlast the latency of a copy: v6e moves 1.6 MB in a microsecond.
+_TILE_BYTES = {"v5e": 2 * 2**20, "v5p": 4 * 2**20, "v6e": 4 * 2**20, "7x": 4 * 2**20}
+_USUAL_TILE_BYTES = 2 * 2**20
+_MOST_TILE_TOKENS = 2048
+
+# Tokens of a decode tile by (chip, head_dim, bytes per number, page size), where counting the
+# bundles of the compiled kernel favours another size than the rule's.
+_DECODE_TOKENS: dict[tuple[str, int, int, int], int] = {}
+
+_PREFILL_TOKENS = 512  # keys of a tile of the mixed kernel
+_PREFILL_SOFTMAX_BYTES = 4 * 2**20  # of the unfinished outputs of its tile of queries
+_PREFILL_QUERIES = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """What the kernels ask of a chip."""
+
+    name: str  # as in "v6e"; "" if the program is not traced for a TPU
+    num_cores: int  # that share one program
+    vmem_bytes: int  # of one core
+
+    @property
+    def usable_vmem_bytes(self) -> int:
+        """What a kernel may take; the rest is the compiler's."""
+        return self.vmem_bytes // 4 * 3
+
+
+def chip_traced_for() -> Chip:
+    """The chip of the default device, or of the abstract device where a mesh names one."""
+    try:
+        info = pltpu.get_tpu_info()
+    except (RuntimeError, ValueError):  # traced on another host: what all chips have
+        return Chip("", 1, 64 * 2**20)
+    return Chip(str(info.chip_version), info.num_cores, info.vmem_capacity_bytes)
+
+
+def bytes_per_token(key_pages: jax.Array) -> int:
+    """Bytes that the K and V of one token take in VMEM."""
+    _, num_kv_heads, _, head_dim = key_pages.shape
+    padded_dim = -(-head_dim // LANES) * LANES
+    return 2 * num_kv_heads * padded_dim * key_pages.dtype.itemsize
+
+
+def decode_tile_pages(chip: Chip, key_pages: jax.Array, max_pages: int) -> int:
+    """Pages of a tile of the decode kernel, a power of two."""
+    _, _, page_size, head_dim = key_pages.shape
+    key = (chip.name, head_dim, key_pages.dtype.itemsize, page_size)
+    tokens = _DECODE_TOKENS.get(key) or min(_tile_tokens(chip, key_pages), _MOST_TILE_TOKENS)
+    return _tile_pages(tokens, page_size, max_pages)
+
+
+def prefill_tile_pages(chip: Chip, key_pages: jax.Array, max_pages: int) -> int:
+    """Pages of a tile of the mixed kernel, a power of two."""
+    tokens = min(_tile_tokens(chip, key_pages), _PREFILL_TOKENS)
+    return _tile_pages(tokens, key_pages.shape[2], max_pages)
+
+
+def prefill_tile_queries(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -> int:
+    """Queries of a tile of the mixed kernel, a power of two: at least a register's lanes of rows.
+
+    Args:
+        num_rows: Packed rows of the call.
+        num_kv_heads: K.
+        group: Query heads of a KV head, rounded up to a power of two.
+        head_dim: H.
+    """
+    padded_dim = -(-head_dim // LANES) * LANES
+    most = _PREFILL_SOFTMAX_BYTES // (4 * num_kv_heads * group * padded_dim)
+    wanted = min(_PREFILL_QUERIES, power_of_two_over(num_rows), power_of_two_under(max(1, most)))
+    return max(wanted, -(-LANES // group))
+
+
+def _tile_tokens(chip: Chip, key_pages: jax.Array) -> int:
+    return _TILE_BYTES.get(chip.name, _USUAL_TILE_BYTES) // bytes_per_token(key_pages)
+
+
+def _tile_pages(tokens: int, page_size: int, max_pages: int) -> int:
+    return min(power_of_two_under(max(1, tokens // page_size)), power_of_two_over(max_pages))
+
+
+def power_of_two_over(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def power_of_two_under(n: int) -> int:
+    """The greatest power of two that is at most `n`."""
+    return 1 << (n.bit_length() - 1)
