@@ -1,0 +1,460 @@
+"""Paged attention for Hopper (sm_90a): TMA copies of pages into a ring, wgmma on its stages.
+
+One body serves decode and prefill. A program does one item of work (`gpu_common`) for one KV head:
+up to 64 rows a compute warpgroup, a row being a query and a head of the group. A memory warpgroup
+copies the item's keys and values tile by tile, each page of one head with one TMA copy, and runs
+ahead by as many tiles as the ring has stages. A compute warpgroup multiplies with wgmma and keeps
+an online softmax in registers.
+
+wgmma takes 64 rows at least, so decode pads its group of query heads to 64. That costs nothing that
+counts: 64 tokens of a KV head of 128 take about 1600 cycles to arrive at a multiprocessor (32 KB at
+2.7 TB/s and 132 multiprocessors), and 512 cycles of tensor cores.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paxkv.pallas_kernels.gpu_common import Work, plan_work, rows_by_kv_head, unite
+from paxkv.pallas_kernels.online_softmax import MASKED
+from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
+
+_ROWS = 64  # of a warpgroup: what one wgmma takes
+_LOG2_E = math.log2(math.e)
+
+
+class _Settings(NamedTuple):
+    """What a kernel is compiled for."""
+
+    group: int  # query heads per KV head
+    unit_queries: int
+    out_rows: int  # that a compute warpgroup writes, a multiple of 8
+    num_warpgroups: int  # that compute
+    num_stages: int  # of the ring
+    tile_tokens: int
+    page_size: int
+    num_pages: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    num_parts: int  # 2: outputs as a sum of two numbers, for merging
+    interpret: bool
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one copy: a page, or a tile of it."""
+        return min(self.page_size, self.tile_tokens)
+
+
+def _attention_kernel(
+    work_ref,  # i32[W, 8], the fields of Work
+    tables_ref,  # i32[B, M]
+    q_ref,  # [K, T * G + padding, H]
+    k_ref,  # [P, K, S, H]
+    v_ref,  # [P, K, S, H]
+    out_ref,  # [W, parts, K, R, H]
+    lse_ref,  # f32[W, K, R]
+    q_smem,  # [warpgroups, 64, H], for outputs at the end
+    k_smem,  # [stages, t, H]
+    v_smem,  # [stages, t, H]
+    lse_smem,  # f32[warpgroups, 64]
+    p_smem,  # [warpgroups, 64, t] if interpreted
+    q_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    cleared,
+    *,
+    settings: _Settings,
+):
+    kv_head = lax.axis_index("head")
+    # The longest units of a causal prefill are the last; they go first.
+    item = work_ref.shape[0] - 1 - lax.axis_index("item")
+    warpgroup = lax.axis_index("warpgroup")
+    work = Work(*(work_ref[item, field] for field in range(len(Work._fields))))
+    num_tiles = lax.div(work.end - work.begin + settings.tile_tokens - 1, settings.tile_tokens)
+
+    @pl.when((work.end > work.begin) & (warpgroup == settings.num_warpgroups))
+    def _copy():
+        if settings.num_warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        _copy_tiles(
+            work, num_tiles, kv_head, tables_ref, (k_ref, k_smem, k_full, k_free),
+            (v_ref, v_smem, v_full, v_free), settings,
+        )  # fmt: skip
+
+    @pl.when((work.end > work.begin) & (warpgroup < settings.num_warpgroups))
+    def _compute():
+        if settings.num_warpgroups > 1:
+            plgpu.set_max_registers(232, action="increase")
+        first = work.first_row * settings.group + warpgroup * _ROWS
+        plgpu.copy_gmem_to_smem(
+            q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
+            q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
+            q_full.at[warpgroup],
+        )
+        plgpu.barrier_wait(q_full.at[warpgroup])
+        top, total, values = _attend(
+            work, num_tiles, warpgroup, tables_ref, q_smem.at[warpgroup], k_smem, v_smem,
+            None if p_smem is None else p_smem.at[warpgroup],
+            (k_full, v_full, k_free, v_free, cleared), settings,
+        )  # fmt: skip
+        saw_keys = top > MASKED / 2
+        total = jnp.where(saw_keys, total, jnp.ones_like(total))
+        lse_smem[warpgroup] = jnp.where(
+            saw_keys, (top + jnp.log2(total)) / _LOG2_E, jnp.full_like(top, -jnp.inf)
+        )
+        share = jnp.where(saw_keys, 1 / total, jnp.zeros_like(total))
+        values *= lax.broadcast_in_dim(share, values.shape, [0])
+        rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
+        for part in range(settings.num_parts):
+            rounded = values.astype(q_smem.dtype)
+            q_smem[warpgroup] = rounded
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
+                out_ref.at[item, part, kv_head, rows],
+            )
+            if part == 0:
+                plgpu.copy_smem_to_gmem(
+                    lse_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
+                    lse_ref.at[item, kv_head, rows],
+                )
+            plgpu.wait_smem_to_gmem(0)
+            values -= rounded.astype(jnp.float32)
+
+
+def _page_of(work: Work, token, tables_ref, settings: _Settings):
+    """The page of a token and whether it is one: the null page stands in for those that are not."""
+    column = jnp.where(token < work.end, lax.div(token, settings.page_size), 0)
+    page = tables_ref[work.slot, column]
+    is_page = (page > 0) & (page < settings.num_pages) & (token < work.end)
+    return jnp.where(is_page, page, 0), is_page
+
+
+def _copy_tiles(work: Work, num_tiles, kv_head, tables_ref, keys, values, settings: _Settings):
+    """Fills the ring: waits until a stage is free and copies the next tile there."""
+    tile_tokens, piece = settings.tile_tokens, settings.piece
+
+    @pl.loop(0, num_tiles)
+    def _copy_tile(tile):
+        stage = lax.rem(tile, settings.num_stages)
+        first = work.begin + tile * tile_tokens
+        tokens = [first + offset for offset in range(0, tile_tokens, piece)]
+        pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
+        for pool_ref, smem, full, free in (keys, values):
+
+            @pl.when(tile >= settings.num_stages)
+            def _wait(free=free):
+                plgpu.barrier_wait(free.at[stage])
+
+            for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
+                in_page = pl.ds(lax.rem(token, settings.page_size), piece)
+                if piece == settings.page_size:
+                    in_page = pl.ds(0, piece)
+                plgpu.copy_gmem_to_smem(
+                    pool_ref.at[page, kv_head, in_page],
+                    smem.at[stage, pl.ds(number * piece, piece)],
+                    full.at[stage],
+                )
+
+
+def _attend(
+    work: Work, num_tiles, warpgroup, tables_ref, q_smem, k_smem, v_smem, p_smem, barriers,
+    settings: _Settings,
+):  # fmt: skip
+    """Softmax of a warpgroup's rows over all tiles: top and total f32[64], values f32[64, H].
+
+    Scores and `top` are in powers of two.
+    """
+    k_full, v_full, k_free, v_free, cleared = barriers
+    tile_tokens, head_dim = settings.tile_tokens, q_smem.shape[-1]
+
+    def attend_tile(tile, carry):
+        top, total, values = carry
+        stage = lax.rem(tile, settings.num_stages)
+        first = work.begin + tile * tile_tokens
+        plgpu.barrier_wait(k_full.at[stage])
+
+        def multiply(scores_ref):
+            plgpu.wgmma(scores_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
+            return scores_ref[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((_ROWS, tile_tokens), jnp.float32))
+        plgpu.barrier_arrive(k_free.at[stage])
+        scores = _in_powers_of_two(scores, settings)
+        is_full = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
+        scores = lax.cond(
+            is_full,
+            lambda scores: scores,
+            lambda scores: _mask(scores, work, first, warpgroup, tables_ref, settings),
+            scores,
+        )
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        keep = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+        total = total * keep + jnp.sum(weights, axis=1)
+        plgpu.barrier_wait(v_full.at[stage])
+        has_no_token = (first + tile_tokens > work.end) | (work.has_holes == 1)
+
+        @pl.when(has_no_token)
+        def _clear():
+            _clear_values(work, first, warpgroup, tables_ref, v_smem.at[stage], cleared, settings)
+
+        values *= lax.broadcast_in_dim(keep, values.shape, [0])
+        values = _add_weighted(values, weights.astype(v_smem.dtype), v_smem.at[stage], p_smem)
+        plgpu.barrier_arrive(v_free.at[stage])
+        return new_top, total, values
+
+    return lax.fori_loop(
+        0,
+        num_tiles,
+        attend_tile,
+        (
+            _full((_ROWS,), MASKED, plgpu.Layout.WGMMA.reduce(1)),
+            _full((_ROWS,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
+            _full((_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
+        ),
+    )
+
+
+def _full(shape: tuple[int, ...], number: float, layout):
+    return plgpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
+
+
+def _in_powers_of_two(scores, settings: _Settings):
+    """Scaled and capped scores, to base 2.
+
+    `tanh` is written with an exponential: the GPU's approximation of it is right to 5e-4 only,
+    which a cap of 50 would make 0.025.
+    """
+    if settings.soft_cap is None:
+        return scores * (settings.scale * _LOG2_E)
+    doubled = jnp.exp2(scores * (2 * settings.scale / settings.soft_cap * _LOG2_E))
+    return settings.soft_cap * _LOG2_E - (2 * settings.soft_cap * _LOG2_E) / (doubled + 1)
+
+
+def _iota(shape: tuple[int, int], axis: int):
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _is_stored(token, offset, work: Work, first, tables_ref, settings: _Settings):
+    """Which tokens of a tile have a page of their own, of those before the end."""
+    is_stored = token < work.end
+    for number in range(settings.tile_tokens // settings.piece):
+        _, is_page = _page_of(work, first + number * settings.piece, tables_ref, settings)
+        begin = number * settings.piece
+        is_piece = (offset >= begin) & (offset < begin + settings.piece)
+        is_stored &= is_page | ~is_piece
+    return is_stored
+
+
+def _mask(scores, work: Work, first, warpgroup, tables_ref, settings: _Settings):
+    """Hides what a query does not see in a tile at an edge."""
+    offset = _iota(scores.shape, 1)
+    token = first + offset
+    row = warpgroup * _ROWS + _iota(scores.shape, 0)
+    position = work.first_row + work.shift
+    if settings.unit_queries > 1:
+        position = position + lax.div(row, settings.group)
+    visible = (token <= position) & (token < work.end)
+    if settings.window is not None:
+        visible &= token > position - settings.window
+    scores = jnp.where(visible, scores, MASKED)
+    return lax.cond(
+        work.has_holes == 1,
+        lambda scores: jnp.where(
+            _is_stored(token, offset, work, first, tables_ref, settings), scores, MASKED
+        ),
+        lambda scores: scores,
+        scores,
+    )
+
+
+def _clear_values(work: Work, first, warpgroup, tables_ref, v_smem, cleared, settings: _Settings):
+    """Zeroes the rows of a tile that hold no token: a NaN there is NaN with a weight of 0 too."""
+    tile_tokens, head_dim = v_smem.shape
+    for number in range(tile_tokens // _ROWS):
+
+        @pl.when(warpgroup == number % settings.num_warpgroups)
+        def _clear(number=number):
+            rows = pl.ds(number * _ROWS, _ROWS)
+            offset = number * _ROWS + _iota((_ROWS, head_dim), 0)
+            is_stored = _is_stored(first + offset, offset, work, first, tables_ref, settings)
+            values = plgpu.load(v_smem.at[rows], layout=plgpu.Layout.WGMMA)
+            v_smem[rows] = jnp.where(is_stored, values, jnp.zeros_like(values))
+
+    plgpu.commit_smem()
+    if settings.num_warpgroups > 1:
+        plgpu.barrier_arrive(cleared)
+        plgpu.barrier_wait(cleared)
+
+
+def _add_weighted(values, weights, v_smem, p_smem):
+    """`values + weights @ v`, with weights in registers or, interpreted, in shared memory."""
+    if p_smem is None:
+
+        def multiply(values_ref):
+            plgpu.wgmma(values_ref, weights, v_smem)
+
+        return pl.run_state(multiply)(plgpu.ACC.init(values))
+    p_smem[...] = weights
+    plgpu.commit_smem()
+
+    def multiply_in_memory(values_ref):
+        plgpu.wgmma(values_ref, p_smem, v_smem)
+        return values_ref[...]
+
+    return values + pl.run_scoped(multiply_in_memory, plgpu.ACC(values.shape, jnp.float32))
+
+
+def _transforms(head_dim: int) -> tuple[Any, ...]:
+    """How rows of `head_dim` 16-bit numbers lie in shared memory: tiled and swizzled for wgmma."""
+    columns = math.gcd(head_dim, 64)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def paged_attention_hopper(
+    queries: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    max_q_len: int | None,
+    interpret: bool = False,
+    num_multiprocessors: int = 132,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`paged_attention` on Hopper; see there for the arguments.
+
+    Args:
+        queries: As there, like all but the last two.
+        new_keys: See `queries`.
+        new_values: See `queries`.
+        key_pages: See `queries`.
+        value_pages: See `queries`.
+        block_tables: See `queries`.
+        kv_lens: See `queries`.
+        cu_q_lens: See `queries`.
+        scale: See `queries`.
+        window: See `queries`.
+        soft_cap: See `queries`.
+        sinks: See `queries`.
+        max_q_len: See `queries`.
+        interpret: Runs on the CPU, and raises where two threads race.
+        num_multiprocessors: Of the GPU; work is split until all have some.
+
+    Returns:
+        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
+    """
+    num_pages, num_kv_heads, page_size, head_dim = key_pages.shape
+    group = queries.shape[1] // num_kv_heads
+    rows = ragged_rows(queries.shape[0], cu_q_lens, kv_lens)
+    key_pages, value_pages = write_new_tokens(
+        key_pages, value_pages, new_keys, new_values, block_tables, rows
+    )
+    is_decode = max_q_len == 1
+    num_warpgroups = 1 if is_decode else 2
+    unit_queries = 1 if is_decode else num_warpgroups * _ROWS // group
+    tile_tokens = 128 if not is_decode and head_dim <= 128 else 64
+    plan = plan_work(
+        rows, block_tables, kv_lens, cu_q_lens, key_pages,
+        window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
+        num_programs=num_multiprocessors * (2 if is_decode else 1),
+    )  # fmt: skip
+    settings = _Settings(
+        group=group,
+        unit_queries=unit_queries,
+        out_rows=-(-group // 8) * 8 if is_decode else _ROWS,
+        num_warpgroups=num_warpgroups,
+        num_stages=_num_stages(head_dim, tile_tokens, is_decode=is_decode),
+        tile_tokens=tile_tokens,
+        page_size=page_size,
+        num_pages=num_pages,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        num_parts=1 if plan.unit_of_item is None else 2,
+        interpret=interpret,
+    )
+    values, lse = _attend_items(
+        plan.work, block_tables, rows_by_kv_head(queries, num_kv_heads, padding=2 * _ROWS),
+        key_pages, value_pages, settings,
+    )  # fmt: skip
+    out, lse = unite(values, lse, plan, rows, sinks, unit_queries=unit_queries, group=group)
+    return out.astype(queries.dtype), lse, key_pages, value_pages
+
+
+def _num_stages(head_dim: int, tile_tokens: int, *, is_decode: bool) -> int:
+    """As many as fit: two programs of decode share a multiprocessor, prefill has one to itself."""
+    stage_bytes = 2 * tile_tokens * head_dim * 2
+    if is_decode:
+        return max(2, min(4, (112 * 1024 - _ROWS * head_dim * 2) // stage_bytes))
+    return max(2, min(4, (224 * 1024 - 2 * _ROWS * head_dim * 2) // stage_bytes))
+
+
+def _attend_items(
+    work: Work, block_tables, rows_of_heads, key_pages, value_pages, settings: _Settings
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel: each item's outputs `[W, K, R, H]` and log-sum-exp `f32[W, K, R]`."""
+    num_items = work.slot.shape[0]
+    _, num_kv_heads, _, head_dim = key_pages.shape
+    dtype = key_pages.dtype
+    num_warpgroups, num_stages = settings.num_warpgroups, settings.num_stages
+    tile_tokens = settings.tile_tokens
+    out_rows = settings.out_rows * num_warpgroups
+    transforms = _transforms(head_dim)
+    num_copies = tile_tokens // settings.piece
+    ring = plgpu.SMEM((num_stages, tile_tokens, head_dim), dtype, transforms=transforms)
+    weights = None
+    if settings.interpret:
+        shape = num_warpgroups, _ROWS, tile_tokens
+        weights = plgpu.SMEM(shape, dtype, transforms=_transforms(tile_tokens))
+    full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
+    free = plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages)
+    scratch = (
+        plgpu.SMEM((num_warpgroups, _ROWS, head_dim), dtype, transforms=transforms),
+        ring,
+        ring,
+        plgpu.SMEM((num_warpgroups, _ROWS), jnp.float32),
+        weights,
+        plgpu.Barrier(num_barriers=num_warpgroups),
+        full,
+        full,
+        free,
+        free,
+        plgpu.Barrier(num_arrivals=num_warpgroups),
+    )
+    values, lse = plgpu.kernel(
+        functools.partial(_attention_kernel, settings=settings),
+        out_type=(
+            jax.ShapeDtypeStruct(
+                (num_items, settings.num_parts, num_kv_heads, out_rows, head_dim), dtype
+            ),
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, out_rows), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(num_kv_heads, num_items),
+        grid_names=("head", "item"),
+        num_threads=num_warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if settings.interpret else None,
+    )(jnp.stack(work, axis=-1), block_tables, rows_of_heads, key_pages, value_pages)
+    if settings.num_parts > 1:
+        return jnp.sum(values, axis=1, dtype=jnp.float32), lse
+    return values[:, 0], lse
