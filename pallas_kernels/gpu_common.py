@@ -198,7 +198,7 @@ def unite(
         values, top = _merge_items(values, top, plan)
     unit, query = plan.unit_of_row, plan.query_of_row
     values, top = values[unit, :, query], top[unit, :, query]  # [T, K, G, H] and [T, K, G]
-    is_seen = rows.is_token[:, None, None] & (top > MASKED / 2)
+    is_seen = top > MASKED / 2
     num_heads = num_kv_heads * group
     softmax = PartialSoftmax(
         top=jnp.where(is_seen, top, MASKED).reshape(-1, num_heads),
@@ -207,7 +207,9 @@ def unite(
         .astype(jnp.float32)
         .reshape(-1, num_heads, head_dim),
     )
-    return normalise(softmax, sinks)
+    out, lse = normalise(softmax, sinks)
+    out = jnp.where(rows.is_token[:, None, None], out, 0.0)
+    return out, jnp.where(rows.is_token[:, None], lse, -jnp.inf)
 
 
 def _merge_items(values: jax.Array, top: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:

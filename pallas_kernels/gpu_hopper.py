@@ -70,7 +70,7 @@ def _attention_kernel(
     v_full,
     k_free,
     v_free,
-    cleared,
+    v_unclear,
     *,
     settings: _Settings,
 ):
@@ -78,22 +78,22 @@ def _attention_kernel(
     # The longest units of a causal prefill are the last; they go first.
     item = work_ref.shape[0] - 1 - lax.axis_index("item")
     warpgroup = lax.axis_index("warpgroup")
-    work = Work(*(work_ref[item, field] for field in range(len(Work._fields))))
+    work = _load_work(work_ref, item)
     num_tiles = lax.div(work.end - work.begin + settings.tile_tokens - 1, settings.tile_tokens)
 
     @pl.when((work.end > work.begin) & (warpgroup == settings.num_warpgroups))
     def _copy():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(80, action="decrease")
         _copy_tiles(
             work, num_tiles, kv_head, tables_ref, (k_ref, k_smem, k_full, k_free),
-            (v_ref, v_smem, v_full, v_free), settings,
+            (v_ref, v_smem, v_full, v_free), v_unclear, settings,
         )  # fmt: skip
 
     @pl.when((work.end > work.begin) & (warpgroup < settings.num_warpgroups))
     def _compute():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(208, action="increase")
         first = work.first_row * settings.group + warpgroup * _ROWS
         plgpu.copy_gmem_to_smem(
             q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
@@ -102,9 +102,9 @@ def _attention_kernel(
         )
         plgpu.barrier_wait(q_full.at[warpgroup])
         top, total, values = _attend(
-            work, num_tiles, warpgroup, tables_ref, q_smem.at[warpgroup], k_smem, v_smem,
+            work_ref, item, num_tiles, warpgroup, tables_ref, q_smem.at[warpgroup], k_smem, v_smem,
             None if p_smem is None else p_smem.at[warpgroup],
-            (k_full, v_full, k_free, v_free, cleared), settings,
+            (k_full, v_full, k_free, v_free), settings,
         )  # fmt: skip
         saw_keys = top > MASKED / 2
         total = jnp.where(saw_keys, total, jnp.ones_like(total))
@@ -131,6 +131,10 @@ def _attention_kernel(
             values -= rounded.astype(jnp.float32)
 
 
+def _load_work(work_ref, item) -> Work:
+    return Work(*(work_ref[item, field] for field in range(len(Work._fields))))
+
+
 def _page_of(work: Work, token, tables_ref, settings: _Settings):
     """The page of a token and whether it is one: the null page stands in for those that are not."""
     column = jnp.where(token < work.end, lax.div(token, settings.page_size), 0)
@@ -139,8 +143,12 @@ def _page_of(work: Work, token, tables_ref, settings: _Settings):
     return jnp.where(is_page, page, 0), is_page
 
 
-def _copy_tiles(work: Work, num_tiles, kv_head, tables_ref, keys, values, settings: _Settings):
+def _copy_tiles(
+    work: Work, num_tiles, kv_head, tables_ref, keys, values, v_unclear, settings: _Settings
+):
     """Fills the ring: waits until a stage is free and copies the next tile there."""
+    k_ref, k_smem, k_full, k_free = keys
+    v_ref, v_smem, v_full, v_free = values
     tile_tokens, piece = settings.tile_tokens, settings.piece
 
     @pl.loop(0, num_tiles)
@@ -149,12 +157,8 @@ def _copy_tiles(work: Work, num_tiles, kv_head, tables_ref, keys, values, settin
         first = work.begin + tile * tile_tokens
         tokens = [first + offset for offset in range(0, tile_tokens, piece)]
         pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
-        for pool_ref, smem, full, free in (keys, values):
 
-            @pl.when(tile >= settings.num_stages)
-            def _wait(free=free):
-                plgpu.barrier_wait(free.at[stage])
-
+        def copy(pool_ref, smem, barrier):
             for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
                 in_page = pl.ds(lax.rem(token, settings.page_size), piece)
                 if piece == settings.page_size:
@@ -162,20 +166,43 @@ def _copy_tiles(work: Work, num_tiles, kv_head, tables_ref, keys, values, settin
                 plgpu.copy_gmem_to_smem(
                     pool_ref.at[page, kv_head, in_page],
                     smem.at[stage, pl.ds(number * piece, piece)],
-                    full.at[stage],
+                    barrier,
                 )
+
+        def wait(free):
+            @pl.when(tile >= settings.num_stages)
+            def _wait():
+                plgpu.barrier_wait(free.at[stage])
+
+        wait(k_free)
+        copy(k_ref, k_smem, k_full.at[stage])
+        wait(v_free)
+        is_whole = (first + tile_tokens <= work.end) & (work.has_holes == 0)
+
+        @pl.when(is_whole)
+        def _copy():
+            copy(v_ref, v_smem, v_full.at[stage])
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _copy_and_clear():
+            copy(v_ref, v_smem, v_unclear)
+            plgpu.barrier_wait(v_unclear)
+            _clear(work, first, tables_ref, v_smem.at[stage], settings)
+            for _ in tokens:
+                plgpu.barrier_arrive(v_full.at[stage])
 
 
 def _attend(
-    work: Work, num_tiles, warpgroup, tables_ref, q_smem, k_smem, v_smem, p_smem, barriers,
+    work_ref, item, num_tiles, warpgroup, tables_ref, q_smem, k_smem, v_smem, p_smem, barriers,
     settings: _Settings,
 ):  # fmt: skip
     """Softmax of a warpgroup's rows over all tiles: top and total f32[64], values f32[64, H].
 
     Scores and `top` are in powers of two.
     """
-    k_full, v_full, k_free, v_free, cleared = barriers
+    k_full, v_full, k_free, v_free = barriers
     tile_tokens, head_dim = settings.tile_tokens, q_smem.shape[-1]
+    work = _load_work(work_ref, item)
 
     def attend_tile(tile, carry):
         top, total, values = carry
@@ -194,22 +221,20 @@ def _attend(
         scores = lax.cond(
             is_full,
             lambda scores: scores,
-            lambda scores: _mask(scores, work, first, warpgroup, tables_ref, settings),
+            # What only an edge needs is loaded there: it would hold registers through the loop.
+            lambda scores: _mask(
+                scores, _load_work(work_ref, item), first, warpgroup, tables_ref, settings
+            ),
             scores,
         )
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         keep = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
         total = total * keep + jnp.sum(weights, axis=1)
+        weights = weights.astype(v_smem.dtype)
         plgpu.barrier_wait(v_full.at[stage])
-        has_no_token = (first + tile_tokens > work.end) | (work.has_holes == 1)
-
-        @pl.when(has_no_token)
-        def _clear():
-            _clear_values(work, first, warpgroup, tables_ref, v_smem.at[stage], cleared, settings)
-
         values *= lax.broadcast_in_dim(keep, values.shape, [0])
-        values = _add_weighted(values, weights.astype(v_smem.dtype), v_smem.at[stage], p_smem)
+        values = _add_weighted(values, weights, v_smem.at[stage], p_smem)
         plgpu.barrier_arrive(v_free.at[stage])
         return new_top, total, values
 
@@ -245,56 +270,53 @@ def _iota(shape: tuple[int, int], axis: int):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def _is_stored(token, offset, work: Work, first, tables_ref, settings: _Settings):
-    """Which tokens of a tile have a page of their own, of those before the end."""
-    is_stored = token < work.end
-    for number in range(settings.tile_tokens // settings.piece):
-        _, is_page = _page_of(work, first + number * settings.piece, tables_ref, settings)
-        begin = number * settings.piece
-        is_piece = (offset >= begin) & (offset < begin + settings.piece)
-        is_stored &= is_page | ~is_piece
-    return is_stored
+def _held_pieces(work: Work, first, tables_ref, settings: _Settings):
+    """Bit i: whether the i-th piece of a tile is of a page that exists."""
+
+    def look_up():
+        bits = jnp.int32(0)
+        for number in range(settings.tile_tokens // settings.piece):
+            token = first + number * settings.piece
+            _, is_page = _page_of(work, token, tables_ref, settings)
+            bits |= jnp.where(is_page, 1 << number, 0)
+        return bits
+
+    return lax.cond(work.has_holes == 1, look_up, lambda: jnp.int32(-1))
 
 
 def _mask(scores, work: Work, first, warpgroup, tables_ref, settings: _Settings):
     """Hides what a query does not see in a tile at an edge."""
-    offset = _iota(scores.shape, 1)
-    token = first + offset
-    row = warpgroup * _ROWS + _iota(scores.shape, 0)
+    column = _iota(scores.shape, 1)
     position = work.first_row + work.shift
     if settings.unit_queries > 1:
+        row = warpgroup * _ROWS + _iota(scores.shape, 0)
         position = position + lax.div(row, settings.group)
-    visible = (token <= position) & (token < work.end)
+    # Of a column 8 a + b, a is known when the kernel is compiled. Compared so, no register is
+    # needed for the columns.
+    in_eight = column & 7
+    eights = column - in_eight
+    visible = eights < jnp.minimum(position + 1, work.end) - first - in_eight
     if settings.window is not None:
-        visible &= token > position - settings.window
-    scores = jnp.where(visible, scores, MASKED)
-    return lax.cond(
-        work.has_holes == 1,
-        lambda scores: jnp.where(
-            _is_stored(token, offset, work, first, tables_ref, settings), scores, MASKED
-        ),
-        lambda scores: scores,
-        scores,
-    )
+        visible &= eights > position - settings.window - first - in_eight
+    pieces = _held_pieces(work, first, tables_ref, settings)
+    visible &= (pieces >> lax.div(eights, settings.piece)) & 1 == 1
+    return jnp.where(visible, scores, MASKED)
 
 
-def _clear_values(work: Work, first, warpgroup, tables_ref, v_smem, cleared, settings: _Settings):
-    """Zeroes the rows of a tile that hold no token: a NaN there is NaN with a weight of 0 too."""
+def _clear(work: Work, first, tables_ref, v_smem, settings: _Settings):
+    """Zeroes a tile's rows that hold no token: a NaN there is NaN with a weight of 0 too."""
     tile_tokens, head_dim = v_smem.shape
-    for number in range(tile_tokens // _ROWS):
-
-        @pl.when(warpgroup == number % settings.num_warpgroups)
-        def _clear(number=number):
-            rows = pl.ds(number * _ROWS, _ROWS)
-            offset = number * _ROWS + _iota((_ROWS, head_dim), 0)
-            is_stored = _is_stored(first + offset, offset, work, first, tables_ref, settings)
-            values = plgpu.load(v_smem.at[rows], layout=plgpu.Layout.WGMMA)
-            v_smem[rows] = jnp.where(is_stored, values, jnp.zeros_like(values))
-
+    columns = math.gcd(head_dim, 64)  # at a time, to need few registers
+    pieces = _held_pieces(work, first, tables_ref, settings)
+    for begin in range(0, tile_tokens, _ROWS):
+        row = begin + _iota((_ROWS, columns), 0)
+        is_held = (pieces >> lax.div(row, settings.piece)) & 1 == 1
+        is_stored = (row < work.end - first) & is_held
+        for column in range(0, head_dim, columns):
+            part = v_smem.at[pl.ds(begin, _ROWS), pl.ds(column, columns)]
+            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(is_stored, values, jnp.zeros_like(values))
     plgpu.commit_smem()
-    if settings.num_warpgroups > 1:
-        plgpu.barrier_arrive(cleared)
-        plgpu.barrier_wait(cleared)
 
 
 def _add_weighted(values, weights, v_smem, p_smem):
@@ -437,7 +459,7 @@ def _attend_items(
         full,
         free,
         free,
-        plgpu.Barrier(num_arrivals=num_warpgroups),
+        plgpu.Barrier(num_arrivals=num_copies),
     )
     values, lse = plgpu.kernel(
         functools.partial(_attention_kernel, settings=settings),
@@ -452,7 +474,11 @@ def _attend_items(
         grid_names=("head", "item"),
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if settings.interpret else None,
     )(jnp.stack(work, axis=-1), block_tables, rows_of_heads, key_pages, value_pages)
     if settings.num_parts > 1:
