@@ -25,8 +25,10 @@ from paxkv.pallas_kernels.gpu_common import Work, plan_work, rows_by_kv_head, un
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
 
+_RING_BYTES = 225 * 1024  # of the 227 KB of a multiprocessor, with queries
 _ROWS = 64  # of a warpgroup: what one wgmma takes
 _LOG2_E = math.log2(math.e)
+_FIRST_ROW = Work._fields.index("first_row")
 
 
 class _Settings(NamedTuple):
@@ -43,6 +45,7 @@ class _Settings(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    num_programs: int  # at most
     num_parts: int  # 2: outputs as a sum of two numbers, for merging
     interpret: bool
 
@@ -74,61 +77,92 @@ def _attention_kernel(
     *,
     settings: _Settings,
 ):
-    kv_head = lax.axis_index("head")
-    # The longest units of a causal prefill are the last; they go first.
-    item = work_ref.shape[0] - 1 - lax.axis_index("item")
+    program = lax.axis_index("program")
+    num_programs = lax.axis_size("program")
     warpgroup = lax.axis_index("warpgroup")
-    work = _load_work(work_ref, item)
-    num_tiles = lax.div(work.end - work.begin + settings.tile_tokens - 1, settings.tile_tokens)
+    num_kv_heads = q_ref.shape[0]
+    num_pieces = work_ref.shape[0] * num_kv_heads
+    num_rounds = lax.div(num_pieces - 1 - program, num_programs) + 1
 
-    @pl.when((work.end > work.begin) & (warpgroup == settings.num_warpgroups))
+    def for_each_piece(do):
+        """Does this program's pieces of work, which share one ring: `do` returns the tiles used."""
+
+        def do_piece(number, tiles_before):
+            # The longest units of a causal prefill are the last; they go first.
+            piece = num_pieces - 1 - (program + number * num_programs)
+            item, kv_head = lax.div(piece, num_kv_heads), lax.rem(piece, num_kv_heads)
+            work = _load_work(work_ref, item)
+            num_keys = jnp.maximum(work.end - work.begin, 0)
+            num_tiles = lax.div(num_keys + settings.tile_tokens - 1, settings.tile_tokens)
+            do(item, kv_head, num_tiles, tiles_before)
+            return tiles_before + num_tiles
+
+        lax.fori_loop(0, num_rounds, do_piece, jnp.int32(0))
+
+    @pl.when(warpgroup == settings.num_warpgroups)
     def _copy():
         if settings.num_warpgroups > 1:
             plgpu.set_max_registers(80, action="decrease")
-        _copy_tiles(
-            work, num_tiles, kv_head, tables_ref, (k_ref, k_smem, k_full, k_free),
-            (v_ref, v_smem, v_full, v_free), v_unclear, settings,
-        )  # fmt: skip
+        keys, values = (k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)
 
-    @pl.when((work.end > work.begin) & (warpgroup < settings.num_warpgroups))
+        def copy(item, kv_head, num_tiles, tiles_before):
+            work = _load_work(work_ref, item)
+            _copy_tiles(
+                work, kv_head, num_tiles, tiles_before, tables_ref, keys, values, v_unclear,
+                settings,
+            )  # fmt: skip
+
+        for_each_piece(copy)
+
+    @pl.when(warpgroup < settings.num_warpgroups)
     def _compute():
         if settings.num_warpgroups > 1:
             plgpu.set_max_registers(208, action="increase")
-        first = work.first_row * settings.group + warpgroup * _ROWS
-        plgpu.copy_gmem_to_smem(
-            q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
-            q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-            q_full.at[warpgroup],
-        )
-        plgpu.barrier_wait(q_full.at[warpgroup])
-        top, total, values = _attend(
-            work_ref, item, num_tiles, warpgroup, tables_ref, q_smem.at[warpgroup], k_smem, v_smem,
-            None if p_smem is None else p_smem.at[warpgroup],
-            (k_full, v_full, k_free, v_free), settings,
-        )  # fmt: skip
-        saw_keys = top > MASKED / 2
-        total = jnp.where(saw_keys, total, jnp.ones_like(total))
-        lse_smem[warpgroup] = jnp.where(
-            saw_keys, (top + jnp.log2(total)) / _LOG2_E, jnp.full_like(top, -jnp.inf)
-        )
-        share = jnp.where(saw_keys, 1 / total, jnp.zeros_like(total))
-        values *= lax.broadcast_in_dim(share, values.shape, [0])
-        rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
-        for part in range(settings.num_parts):
-            rounded = values.astype(q_smem.dtype)
-            q_smem[warpgroup] = rounded
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-                out_ref.at[item, part, kv_head, rows],
-            )
-            if part == 0:
-                plgpu.copy_smem_to_gmem(
-                    lse_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-                    lse_ref.at[item, kv_head, rows],
+
+        def compute(item, kv_head, num_tiles, tiles_before):
+            @pl.when(num_tiles > 0)
+            def _attend_and_store():
+                first = work_ref[item, _FIRST_ROW] * settings.group + warpgroup * _ROWS
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
+                    q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
+                    q_full.at[warpgroup],
                 )
-            plgpu.wait_smem_to_gmem(0)
-            values -= rounded.astype(jnp.float32)
+                plgpu.barrier_wait(q_full.at[warpgroup])
+                softmax = _attend(
+                    work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref,
+                    q_smem.at[warpgroup], k_smem, v_smem,
+                    None if p_smem is None else p_smem.at[warpgroup],
+                    (k_full, v_full, k_free, v_free), settings,
+                )  # fmt: skip
+                rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
+                _store(
+                    *softmax, q_smem.at[warpgroup], lse_smem.at[warpgroup],
+                    out_ref.at[item, :, kv_head, rows], lse_ref.at[item, kv_head, rows], settings,
+                )  # fmt: skip
+
+        for_each_piece(compute)
+
+
+def _store(top, total, values, o_smem, lse_smem, out_ref, lse_ref, settings: _Settings):
+    """Writes a warpgroup's outputs and log-sum-exp by way of shared memory."""
+    out_rows = pl.ds(0, settings.out_rows)
+    saw_keys = top > MASKED / 2
+    total = jnp.where(saw_keys, total, jnp.ones_like(total))
+    lse_smem[...] = jnp.where(
+        saw_keys, (top + jnp.log2(total)) / _LOG2_E, jnp.full_like(top, -jnp.inf)
+    )
+    share = jnp.where(saw_keys, 1 / total, jnp.zeros_like(total))
+    values *= lax.broadcast_in_dim(share, values.shape, [0])
+    for part in range(settings.num_parts):
+        rounded = values.astype(o_smem.dtype)
+        o_smem[...] = rounded
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem.at[out_rows], out_ref.at[part])
+        if part == 0:
+            plgpu.copy_smem_to_gmem(lse_smem.at[out_rows], lse_ref)
+        plgpu.wait_smem_to_gmem(0)
+        values -= rounded.astype(jnp.float32)
 
 
 def _load_work(work_ref, item) -> Work:
@@ -144,8 +178,9 @@ def _page_of(work: Work, token, tables_ref, settings: _Settings):
 
 
 def _copy_tiles(
-    work: Work, num_tiles, kv_head, tables_ref, keys, values, v_unclear, settings: _Settings
-):
+    work: Work, kv_head, num_tiles, tiles_before, tables_ref, keys, values, v_unclear,
+    settings: _Settings,
+):  # fmt: skip
     """Fills the ring: waits until a stage is free and copies the next tile there."""
     k_ref, k_smem, k_full, k_free = keys
     v_ref, v_smem, v_full, v_free = values
@@ -153,7 +188,7 @@ def _copy_tiles(
 
     @pl.loop(0, num_tiles)
     def _copy_tile(tile):
-        stage = lax.rem(tile, settings.num_stages)
+        stage = lax.rem(tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
         tokens = [first + offset for offset in range(0, tile_tokens, piece)]
         pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
@@ -170,7 +205,7 @@ def _copy_tiles(
                 )
 
         def wait(free):
-            @pl.when(tile >= settings.num_stages)
+            @pl.when(tiles_before + tile >= settings.num_stages)
             def _wait():
                 plgpu.barrier_wait(free.at[stage])
 
@@ -193,8 +228,8 @@ def _copy_tiles(
 
 
 def _attend(
-    work_ref, item, num_tiles, warpgroup, tables_ref, q_smem, k_smem, v_smem, p_smem, barriers,
-    settings: _Settings,
+    work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref, q_smem, k_smem, v_smem,
+    p_smem, barriers, settings: _Settings,
 ):  # fmt: skip
     """Softmax of a warpgroup's rows over all tiles: top and total f32[64], values f32[64, H].
 
@@ -206,15 +241,10 @@ def _attend(
 
     def attend_tile(tile, carry):
         top, total, values = carry
-        stage = lax.rem(tile, settings.num_stages)
+        stage = lax.rem(tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
         plgpu.barrier_wait(k_full.at[stage])
-
-        def multiply(scores_ref):
-            plgpu.wgmma(scores_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
-            return scores_ref[...]
-
-        scores = pl.run_scoped(multiply, plgpu.ACC((_ROWS, tile_tokens), jnp.float32))
+        scores = _multiply(q_smem, k_smem.at[stage].transpose((1, 0)))
         plgpu.barrier_arrive(k_free.at[stage])
         scores = _in_powers_of_two(scores, settings)
         is_full = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
@@ -319,6 +349,17 @@ def _clear(work: Work, first, tables_ref, v_smem, settings: _Settings):
     plgpu.commit_smem()
 
 
+def _multiply(left, right):
+    """The product of two matrices in shared memory."""
+
+    def multiply(product_ref):
+        plgpu.wgmma(product_ref, left, right)
+        return product_ref[...]
+
+    shape = left.shape[0], right.shape[1]
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
 def _add_weighted(values, weights, v_smem, p_smem):
     """`values + weights @ v`, with weights in registers or, interpreted, in shared memory."""
     if p_smem is None:
@@ -329,12 +370,7 @@ def _add_weighted(values, weights, v_smem, p_smem):
         return pl.run_state(multiply)(plgpu.ACC.init(values))
     p_smem[...] = weights
     plgpu.commit_smem()
-
-    def multiply_in_memory(values_ref):
-        plgpu.wgmma(values_ref, p_smem, v_smem)
-        return values_ref[...]
-
-    return values + pl.run_scoped(multiply_in_memory, plgpu.ACC(values.shape, jnp.float32))
+    return values + _multiply(p_smem, v_smem)
 
 
 def _transforms(head_dim: int) -> tuple[Any, ...]:
@@ -396,20 +432,23 @@ def paged_attention_hopper(
     plan = plan_work(
         rows, block_tables, kv_lens, cu_q_lens, key_pages,
         window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
-        num_programs=num_multiprocessors * (2 if is_decode else 1),
+        num_programs=num_multiprocessors,
     )  # fmt: skip
     settings = _Settings(
         group=group,
         unit_queries=unit_queries,
         out_rows=-(-group // 8) * 8 if is_decode else _ROWS,
         num_warpgroups=num_warpgroups,
-        num_stages=_num_stages(head_dim, tile_tokens, is_decode=is_decode),
+        num_stages=_num_stages(head_dim, tile_tokens, num_warpgroups),
         tile_tokens=tile_tokens,
         page_size=page_size,
         num_pages=num_pages,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        # Decode keeps one program on each multiprocessor, whose copies run on from one piece of
+        # work to the next; prefill computes more than it copies and is better balanced by the GPU.
+        num_programs=num_multiprocessors if is_decode else 2**31 - 1,
         num_parts=1 if plan.unit_of_item is None else 2,
         interpret=interpret,
     )
@@ -421,12 +460,10 @@ def paged_attention_hopper(
     return out.astype(queries.dtype), lse, key_pages, value_pages
 
 
-def _num_stages(head_dim: int, tile_tokens: int, *, is_decode: bool) -> int:
-    """As many as fit: two programs of decode share a multiprocessor, prefill has one to itself."""
+def _num_stages(head_dim: int, tile_tokens: int, num_warpgroups: int) -> int:
+    """As many as fit, but no more than keep memory busy while a program ends a piece of work."""
     stage_bytes = 2 * tile_tokens * head_dim * 2
-    if is_decode:
-        return max(2, min(4, (112 * 1024 - _ROWS * head_dim * 2) // stage_bytes))
-    return max(2, min(4, (224 * 1024 - 2 * _ROWS * head_dim * 2) // stage_bytes))
+    return min(6, (_RING_BYTES - num_warpgroups * _ROWS * head_dim * 2) // stage_bytes)
 
 
 def _attend_items(
@@ -470,8 +507,8 @@ def _attend_items(
             jax.ShapeDtypeStruct((num_items, num_kv_heads, out_rows), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(num_kv_heads, num_items),
-        grid_names=("head", "item"),
+        grid=(min(settings.num_programs, num_items * num_kv_heads),),
+        grid_names=("program",),
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
