@@ -118,7 +118,7 @@ def plan_work(
     )
     unit_of_item = None
     if num_units * num_kv_heads < num_programs:
-        work, unit_of_item = _split(work, tile_tokens, -(-num_programs // num_kv_heads))
+        work, unit_of_item = _split(work, tile_tokens, max(num_programs // num_kv_heads, 1))
     row = jnp.arange(num_rows, dtype=jnp.int32) - cu_q_lens[rows.slots]
     return Plan(
         work=work,
@@ -130,22 +130,23 @@ def plan_work(
 
 
 def _split(work: Work, tile_tokens: int, num_parts: int) -> tuple[Work, jax.Array]:
-    """Cuts units into items of one number of tiles, so many that about `num_parts` come out.
+    """Cuts each unit into items of about equal length, so many that about `num_parts` come out.
 
-    Of `u` units with `t` tiles in all, each `n` of them to an item, at most `u + t / n` items come
-    out: a unit wastes less than one.
+    Of units with `t` tiles in all, each `t / num_parts` of them to an item, at most
+    `num_units + num_parts` items come out: a unit leaves less than one item over.
     """
     num_units = work.slot.shape[0]
     tiles = jnp.maximum(-(-(work.end - work.begin) // tile_tokens), 0)
-    item_tiles = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // num_parts), 1)
-    items_until = jnp.cumsum(-(-tiles // item_tiles), dtype=jnp.int32)
-    items_before = items_until - -(-tiles // item_tiles)
+    most_tiles = jnp.maximum(-(-jnp.sum(tiles, dtype=jnp.int32) // num_parts), 1)
+    num_items = -(-tiles // most_tiles)  # of each unit
+    item_tokens = -(-tiles // jnp.maximum(num_items, 1)) * tile_tokens
+    items_until = jnp.cumsum(num_items, dtype=jnp.int32)
     item = jnp.arange(num_units + num_parts, dtype=jnp.int32)
     unit = _owner(items_until, item)
     of_item = Work(*(x[unit] for x in work))
-    begin = of_item.begin + (item - items_before[unit]) * item_tiles * tile_tokens
+    begin = of_item.begin + (item - (items_until - num_items)[unit]) * item_tokens[unit]
     is_item = item < items_until[-1]
-    end = jnp.where(is_item, jnp.minimum(of_item.end, begin + item_tiles * tile_tokens), 0)
+    end = jnp.where(is_item, jnp.minimum(of_item.end, begin + item_tokens[unit]), 0)
     return of_item._replace(begin=begin, end=end), jnp.where(is_item, unit, num_units)
 
 
@@ -198,7 +199,7 @@ def unite(
         values, top = _merge_items(values, top, plan)
     unit, query = plan.unit_of_row, plan.query_of_row
     values, top = values[unit, :, query], top[unit, :, query]  # [T, K, G, H] and [T, K, G]
-    is_seen = rows.is_token[:, None, None] & (top > MASKED / 2)
+    is_seen = top > MASKED / 2
     num_heads = num_kv_heads * group
     softmax = PartialSoftmax(
         top=jnp.where(is_seen, top, MASKED).reshape(-1, num_heads),
@@ -207,7 +208,9 @@ def unite(
         .astype(jnp.float32)
         .reshape(-1, num_heads, head_dim),
     )
-    return normalise(softmax, sinks)
+    out, lse = normalise(softmax, sinks)
+    out = jnp.where(rows.is_token[:, None, None], out, 0.0)
+    return out, jnp.where(rows.is_token[:, None], lse, -jnp.inf)
 
 
 def _merge_items(values: jax.Array, top: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:

@@ -25,8 +25,10 @@ from paxkv.pallas_kernels.gpu_common import Work, plan_work, rows_by_kv_head, un
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
 
+_RING_BYTES = 225 * 1024  # of the 227 KB of a multiprocessor, with queries
 _ROWS = 64  # of a warpgroup: what one wgmma takes
 _LOG2_E = math.log2(math.e)
+_FIRST_ROW = Work._fields.index("first_row")
 
 
 class _Settings(NamedTuple):
@@ -43,6 +45,7 @@ class _Settings(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    num_programs: int  # at most
     num_parts: int  # 2: outputs as a sum of two numbers, for merging
     interpret: bool
 
@@ -70,65 +73,100 @@ def _attention_kernel(
     v_full,
     k_free,
     v_free,
-    cleared,
+    v_unclear,
     *,
     settings: _Settings,
 ):
-    kv_head = lax.axis_index("head")
-    # The longest units of a causal prefill are the last; they go first.
-    item = work_ref.shape[0] - 1 - lax.axis_index("item")
+    program = lax.axis_index("program")
+    num_programs = lax.axis_size("program")
     warpgroup = lax.axis_index("warpgroup")
-    work = Work(*(work_ref[item, field] for field in range(len(Work._fields))))
-    num_tiles = lax.div(work.end - work.begin + settings.tile_tokens - 1, settings.tile_tokens)
+    num_kv_heads = q_ref.shape[0]
+    num_pieces = work_ref.shape[0] * num_kv_heads
+    num_rounds = lax.div(num_pieces - 1 - program, num_programs) + 1
 
-    @pl.when((work.end > work.begin) & (warpgroup == settings.num_warpgroups))
+    def for_each_piece(do):
+        """Does this program's pieces of work, which share one ring: `do` returns the tiles used."""
+
+        def do_piece(number, tiles_before):
+            # The longest units of a causal prefill are the last; they go first.
+            piece = num_pieces - 1 - (program + number * num_programs)
+            item, kv_head = lax.div(piece, num_kv_heads), lax.rem(piece, num_kv_heads)
+            work = _load_work(work_ref, item)
+            num_keys = jnp.maximum(work.end - work.begin, 0)
+            num_tiles = lax.div(num_keys + settings.tile_tokens - 1, settings.tile_tokens)
+            do(item, kv_head, num_tiles, tiles_before)
+            return tiles_before + num_tiles
+
+        lax.fori_loop(0, num_rounds, do_piece, jnp.int32(0))
+
+    @pl.when(warpgroup == settings.num_warpgroups)
     def _copy():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        _copy_tiles(
-            work, num_tiles, kv_head, tables_ref, (k_ref, k_smem, k_full, k_free),
-            (v_ref, v_smem, v_full, v_free), settings,
-        )  # fmt: skip
+            plgpu.set_max_registers(80, action="decrease")
+        keys, values = (k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)
 
-    @pl.when((work.end > work.begin) & (warpgroup < settings.num_warpgroups))
+        def copy(item, kv_head, num_tiles, tiles_before):
+            work = _load_work(work_ref, item)
+            _copy_tiles(
+                work, kv_head, num_tiles, tiles_before, tables_ref, keys, values, v_unclear,
+                settings,
+            )  # fmt: skip
+
+        for_each_piece(copy)
+
+    @pl.when(warpgroup < settings.num_warpgroups)
     def _compute():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        first = work.first_row * settings.group + warpgroup * _ROWS
-        plgpu.copy_gmem_to_smem(
-            q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
-            q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-            q_full.at[warpgroup],
-        )
-        plgpu.barrier_wait(q_full.at[warpgroup])
-        top, total, values = _attend(
-            work, num_tiles, warpgroup, tables_ref, q_smem.at[warpgroup], k_smem, v_smem,
-            None if p_smem is None else p_smem.at[warpgroup],
-            (k_full, v_full, k_free, v_free, cleared), settings,
-        )  # fmt: skip
-        saw_keys = top > MASKED / 2
-        total = jnp.where(saw_keys, total, jnp.ones_like(total))
-        lse_smem[warpgroup] = jnp.where(
-            saw_keys, (top + jnp.log2(total)) / _LOG2_E, jnp.full_like(top, -jnp.inf)
-        )
-        share = jnp.where(saw_keys, 1 / total, jnp.zeros_like(total))
-        values *= lax.broadcast_in_dim(share, values.shape, [0])
-        rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
-        for part in range(settings.num_parts):
-            rounded = values.astype(q_smem.dtype)
-            q_smem[warpgroup] = rounded
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-                out_ref.at[item, part, kv_head, rows],
-            )
-            if part == 0:
-                plgpu.copy_smem_to_gmem(
-                    lse_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-                    lse_ref.at[item, kv_head, rows],
+            plgpu.set_max_registers(208, action="increase")
+
+        def compute(item, kv_head, num_tiles, tiles_before):
+            @pl.when(num_tiles > 0)
+            def _attend_and_store():
+                first = work_ref[item, _FIRST_ROW] * settings.group + warpgroup * _ROWS
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
+                    q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
+                    q_full.at[warpgroup],
                 )
-            plgpu.wait_smem_to_gmem(0)
-            values -= rounded.astype(jnp.float32)
+                plgpu.barrier_wait(q_full.at[warpgroup])
+                softmax = _attend(
+                    work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref,
+                    q_smem.at[warpgroup], k_smem, v_smem,
+                    None if p_smem is None else p_smem.at[warpgroup],
+                    (k_full, v_full, k_free, v_free), settings,
+                )  # fmt: skip
+                rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
+                _store(
+                    *softmax, q_smem.at[warpgroup], lse_smem.at[warpgroup],
+                    out_ref.at[item, :, kv_head, rows], lse_ref.at[item, kv_head, rows], settings,
+                )  # fmt: skip
+
+        for_each_piece(compute)
+
+
+def _store(top, total, values, o_smem, lse_smem, out_ref, lse_ref, settings: _Settings):
+    """Writes a warpgroup's outputs and log-sum-exp by way of shared memory."""
+    out_rows = pl.ds(0, settings.out_rows)
+    saw_keys = top > MASKED / 2
+    total = jnp.where(saw_keys, total, jnp.ones_like(total))
+    lse_smem[...] = jnp.where(
+        saw_keys, (top + jnp.log2(total)) / _LOG2_E, jnp.full_like(top, -jnp.inf)
+    )
+    share = jnp.where(saw_keys, 1 / total, jnp.zeros_like(total))
+    values *= lax.broadcast_in_dim(share, values.shape, [0])
+    for part in range(settings.num_parts):
+        rounded = values.astype(o_smem.dtype)
+        o_smem[...] = rounded
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem.at[out_rows], out_ref.at[part])
+        if part == 0:
+            plgpu.copy_smem_to_gmem(lse_smem.at[out_rows], lse_ref)
+        plgpu.wait_smem_to_gmem(0)
+        values -= rounded.astype(jnp.float32)
+
+
+def _load_work(work_ref, item) -> Work:
+    return Work(*(work_ref[item, field] for field in range(len(Work._fields))))
 
 
 def _page_of(work: Work, token, tables_ref, settings: _Settings):
@@ -139,22 +177,23 @@ def _page_of(work: Work, token, tables_ref, settings: _Settings):
     return jnp.where(is_page, page, 0), is_page
 
 
-def _copy_tiles(work: Work, num_tiles, kv_head, tables_ref, keys, values, settings: _Settings):
+def _copy_tiles(
+    work: Work, kv_head, num_tiles, tiles_before, tables_ref, keys, values, v_unclear,
+    settings: _Settings,
+):  # fmt: skip
     """Fills the ring: waits until a stage is free and copies the next tile there."""
+    k_ref, k_smem, k_full, k_free = keys
+    v_ref, v_smem, v_full, v_free = values
     tile_tokens, piece = settings.tile_tokens, settings.piece
 
     @pl.loop(0, num_tiles)
     def _copy_tile(tile):
-        stage = lax.rem(tile, settings.num_stages)
+        stage = lax.rem(tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
         tokens = [first + offset for offset in range(0, tile_tokens, piece)]
         pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
-        for pool_ref, smem, full, free in (keys, values):
 
-            @pl.when(tile >= settings.num_stages)
-            def _wait(free=free):
-                plgpu.barrier_wait(free.at[stage])
-
+        def copy(pool_ref, smem, barrier):
             for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
                 in_page = pl.ds(lax.rem(token, settings.page_size), piece)
                 if piece == settings.page_size:
@@ -162,54 +201,70 @@ def _copy_tiles(work: Work, num_tiles, kv_head, tables_ref, keys, values, settin
                 plgpu.copy_gmem_to_smem(
                     pool_ref.at[page, kv_head, in_page],
                     smem.at[stage, pl.ds(number * piece, piece)],
-                    full.at[stage],
+                    barrier,
                 )
+
+        def wait(free):
+            @pl.when(tiles_before + tile >= settings.num_stages)
+            def _wait():
+                plgpu.barrier_wait(free.at[stage])
+
+        wait(k_free)
+        copy(k_ref, k_smem, k_full.at[stage])
+        wait(v_free)
+        is_whole = (first + tile_tokens <= work.end) & (work.has_holes == 0)
+
+        @pl.when(is_whole)
+        def _copy():
+            copy(v_ref, v_smem, v_full.at[stage])
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _copy_and_clear():
+            copy(v_ref, v_smem, v_unclear)
+            plgpu.barrier_wait(v_unclear)
+            _clear(work, first, tables_ref, v_smem.at[stage], settings)
+            for _ in tokens:
+                plgpu.barrier_arrive(v_full.at[stage])
 
 
 def _attend(
-    work: Work, num_tiles, warpgroup, tables_ref, q_smem, k_smem, v_smem, p_smem, barriers,
-    settings: _Settings,
+    work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref, q_smem, k_smem, v_smem,
+    p_smem, barriers, settings: _Settings,
 ):  # fmt: skip
     """Softmax of a warpgroup's rows over all tiles: top and total f32[64], values f32[64, H].
 
     Scores and `top` are in powers of two.
     """
-    k_full, v_full, k_free, v_free, cleared = barriers
+    k_full, v_full, k_free, v_free = barriers
     tile_tokens, head_dim = settings.tile_tokens, q_smem.shape[-1]
+    work = _load_work(work_ref, item)
 
     def attend_tile(tile, carry):
         top, total, values = carry
-        stage = lax.rem(tile, settings.num_stages)
+        stage = lax.rem(tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
         plgpu.barrier_wait(k_full.at[stage])
-
-        def multiply(scores_ref):
-            plgpu.wgmma(scores_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
-            return scores_ref[...]
-
-        scores = pl.run_scoped(multiply, plgpu.ACC((_ROWS, tile_tokens), jnp.float32))
+        scores = _multiply(q_smem, k_smem.at[stage].transpose((1, 0)))
         plgpu.barrier_arrive(k_free.at[stage])
         scores = _in_powers_of_two(scores, settings)
         is_full = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
         scores = lax.cond(
             is_full,
             lambda scores: scores,
-            lambda scores: _mask(scores, work, first, warpgroup, tables_ref, settings),
+            # What only an edge needs is loaded there: it would hold registers through the loop.
+            lambda scores: _mask(
+                scores, _load_work(work_ref, item), first, warpgroup, tables_ref, settings
+            ),
             scores,
         )
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         keep = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
         total = total * keep + jnp.sum(weights, axis=1)
+        weights = weights.astype(v_smem.dtype)
         plgpu.barrier_wait(v_full.at[stage])
-        has_no_token = (first + tile_tokens > work.end) | (work.has_holes == 1)
-
-        @pl.when(has_no_token)
-        def _clear():
-            _clear_values(work, first, warpgroup, tables_ref, v_smem.at[stage], cleared, settings)
-
         values *= lax.broadcast_in_dim(keep, values.shape, [0])
-        values = _add_weighted(values, weights.astype(v_smem.dtype), v_smem.at[stage], p_smem)
+        values = _add_weighted(values, weights, v_smem.at[stage], p_smem)
         plgpu.barrier_arrive(v_free.at[stage])
         return new_top, total, values
 
@@ -245,56 +300,64 @@ def _iota(shape: tuple[int, int], axis: int):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def _is_stored(token, offset, work: Work, first, tables_ref, settings: _Settings):
-    """Which tokens of a tile have a page of their own, of those before the end."""
-    is_stored = token < work.end
-    for number in range(settings.tile_tokens // settings.piece):
-        _, is_page = _page_of(work, first + number * settings.piece, tables_ref, settings)
-        begin = number * settings.piece
-        is_piece = (offset >= begin) & (offset < begin + settings.piece)
-        is_stored &= is_page | ~is_piece
-    return is_stored
+def _held_pieces(work: Work, first, tables_ref, settings: _Settings):
+    """Bit i: whether the i-th piece of a tile is of a page that exists."""
+
+    def look_up():
+        bits = jnp.int32(0)
+        for number in range(settings.tile_tokens // settings.piece):
+            token = first + number * settings.piece
+            _, is_page = _page_of(work, token, tables_ref, settings)
+            bits |= jnp.where(is_page, 1 << number, 0)
+        return bits
+
+    return lax.cond(work.has_holes == 1, look_up, lambda: jnp.int32(-1))
 
 
 def _mask(scores, work: Work, first, warpgroup, tables_ref, settings: _Settings):
     """Hides what a query does not see in a tile at an edge."""
-    offset = _iota(scores.shape, 1)
-    token = first + offset
-    row = warpgroup * _ROWS + _iota(scores.shape, 0)
+    column = _iota(scores.shape, 1)
     position = work.first_row + work.shift
     if settings.unit_queries > 1:
+        row = warpgroup * _ROWS + _iota(scores.shape, 0)
         position = position + lax.div(row, settings.group)
-    visible = (token <= position) & (token < work.end)
+    # Of a column 8 a + b, a is known when the kernel is compiled. Compared so, no register is
+    # needed for the columns.
+    in_eight = column & 7
+    eights = column - in_eight
+    visible = eights < jnp.minimum(position + 1, work.end) - first - in_eight
     if settings.window is not None:
-        visible &= token > position - settings.window
-    scores = jnp.where(visible, scores, MASKED)
-    return lax.cond(
-        work.has_holes == 1,
-        lambda scores: jnp.where(
-            _is_stored(token, offset, work, first, tables_ref, settings), scores, MASKED
-        ),
-        lambda scores: scores,
-        scores,
-    )
+        visible &= eights > position - settings.window - first - in_eight
+    pieces = _held_pieces(work, first, tables_ref, settings)
+    visible &= (pieces >> lax.div(eights, settings.piece)) & 1 == 1
+    return jnp.where(visible, scores, MASKED)
 
 
-def _clear_values(work: Work, first, warpgroup, tables_ref, v_smem, cleared, settings: _Settings):
-    """Zeroes the rows of a tile that hold no token: a NaN there is NaN with a weight of 0 too."""
+def _clear(work: Work, first, tables_ref, v_smem, settings: _Settings):
+    """Zeroes a tile's rows that hold no token: a NaN there is NaN with a weight of 0 too."""
     tile_tokens, head_dim = v_smem.shape
-    for number in range(tile_tokens // _ROWS):
-
-        @pl.when(warpgroup == number % settings.num_warpgroups)
-        def _clear(number=number):
-            rows = pl.ds(number * _ROWS, _ROWS)
-            offset = number * _ROWS + _iota((_ROWS, head_dim), 0)
-            is_stored = _is_stored(first + offset, offset, work, first, tables_ref, settings)
-            values = plgpu.load(v_smem.at[rows], layout=plgpu.Layout.WGMMA)
-            v_smem[rows] = jnp.where(is_stored, values, jnp.zeros_like(values))
-
+    columns = math.gcd(head_dim, 64)  # at a time, to need few registers
+    pieces = _held_pieces(work, first, tables_ref, settings)
+    for begin in range(0, tile_tokens, _ROWS):
+        row = begin + _iota((_ROWS, columns), 0)
+        is_held = (pieces >> lax.div(row, settings.piece)) & 1 == 1
+        is_stored = (row < work.end - first) & is_held
+        for column in range(0, head_dim, columns):
+            part = v_smem.at[pl.ds(begin, _ROWS), pl.ds(column, columns)]
+            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(is_stored, values, jnp.zeros_like(values))
     plgpu.commit_smem()
-    if settings.num_warpgroups > 1:
-        plgpu.barrier_arrive(cleared)
-        plgpu.barrier_wait(cleared)
+
+
+def _multiply(left, right):
+    """The product of two matrices in shared memory."""
+
+    def multiply(product_ref):
+        plgpu.wgmma(product_ref, left, right)
+        return product_ref[...]
+
+    shape = left.shape[0], right.shape[1]
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
 def _add_weighted(values, weights, v_smem, p_smem):
@@ -307,12 +370,7 @@ def _add_weighted(values, weights, v_smem, p_smem):
         return pl.run_state(multiply)(plgpu.ACC.init(values))
     p_smem[...] = weights
     plgpu.commit_smem()
-
-    def multiply_in_memory(values_ref):
-        plgpu.wgmma(values_ref, p_smem, v_smem)
-        return values_ref[...]
-
-    return values + pl.run_scoped(multiply_in_memory, plgpu.ACC(values.shape, jnp.float32))
+    return values + _multiply(p_smem, v_smem)
 
 
 def _transforms(head_dim: int) -> tuple[Any, ...]:
@@ -374,20 +432,23 @@ def paged_attention_hopper(
     plan = plan_work(
         rows, block_tables, kv_lens, cu_q_lens, key_pages,
         window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
-        num_programs=num_multiprocessors * (2 if is_decode else 1),
+        num_programs=num_multiprocessors,
     )  # fmt: skip
     settings = _Settings(
         group=group,
         unit_queries=unit_queries,
         out_rows=-(-group // 8) * 8 if is_decode else _ROWS,
         num_warpgroups=num_warpgroups,
-        num_stages=_num_stages(head_dim, tile_tokens, is_decode=is_decode),
+        num_stages=_num_stages(head_dim, tile_tokens, num_warpgroups),
         tile_tokens=tile_tokens,
         page_size=page_size,
         num_pages=num_pages,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        # Decode keeps one program on each multiprocessor, whose copies run on from one piece of
+        # work to the next; prefill computes more than it copies and is better balanced by the GPU.
+        num_programs=num_multiprocessors if is_decode else 2**31 - 1,
         num_parts=1 if plan.unit_of_item is None else 2,
         interpret=interpret,
     )
@@ -399,12 +460,10 @@ def paged_attention_hopper(
     return out.astype(queries.dtype), lse, key_pages, value_pages
 
 
-def _num_stages(head_dim: int, tile_tokens: int, *, is_decode: bool) -> int:
-    """As many as fit: two programs of decode share a multiprocessor, prefill has one to itself."""
+def _num_stages(head_dim: int, tile_tokens: int, num_warpgroups: int) -> int:
+    """As many as fit, but no more than keep memory busy while a program ends a piece of work."""
     stage_bytes = 2 * tile_tokens * head_dim * 2
-    if is_decode:
-        return max(2, min(4, (112 * 1024 - _ROWS * head_dim * 2) // stage_bytes))
-    return max(2, min(4, (224 * 1024 - 2 * _ROWS * head_dim * 2) // stage_bytes))
+    return min(6, (_RING_BYTES - num_warpgroups * _ROWS * head_dim * 2) // stage_bytes)
 
 
 def _attend_items(
@@ -437,7 +496,7 @@ def _attend_items(
         full,
         free,
         free,
-        plgpu.Barrier(num_arrivals=num_warpgroups),
+        plgpu.Barrier(num_arrivals=num_copies),
     )
     values, lse = plgpu.kernel(
         functools.partial(_attention_kernel, settings=settings),
@@ -448,11 +507,15 @@ def _attend_items(
             jax.ShapeDtypeStruct((num_items, num_kv_heads, out_rows), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(num_kv_heads, num_items),
-        grid_names=("head", "item"),
+        grid=(min(settings.num_programs, num_items * num_kv_heads),),
+        grid_names=("program",),
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if settings.interpret else None,
     )(jnp.stack(work, axis=-1), block_tables, rows_of_heads, key_pages, value_pages)
     if settings.num_parts > 1:
