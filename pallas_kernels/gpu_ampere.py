@@ -79,7 +79,6 @@ def paged_attention_ampere(
     by_head = rows_by_kv_head(queries, num_kv_heads, padding=warps.rows)
     values, lse = attend(plan.work, block_tables, by_head, key_pages, value_pages, settings)
     out, lse = unite(values, lse, plan, rows, sinks, unit_queries=unit_queries, group=group)
-    lse = jnp.where(rows.is_token[:, None], lse, -jnp.inf)
     return out.astype(queries.dtype), lse, key_pages, value_pages
 
 

@@ -6,7 +6,7 @@ read once for all heads that share them.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from paxkv.pallas_kernels.gpu_ampere_steps import (
     Ref,
     Warps,
     add_product,
+    copy_columns,
     full,
     start_copy,
     store,
@@ -27,7 +28,7 @@ from paxkv.pallas_kernels.gpu_ampere_steps import (
 from paxkv.pallas_kernels.gpu_common import Work
 from paxkv.pallas_kernels.online_softmax import MASKED
 
-_DEPTH = 16  # of one instruction: that many columns of the left operand, rows of the right one
+_DEPTH = 16  # that of one instruction: so many columns of the left operand
 _LOG2_E = math.log2(math.e)
 
 
@@ -79,7 +80,10 @@ def attend(
     warps, dtype = settings.warps, queries.dtype
     results = work.slot.shape[0], num_kv_heads, warps.rows
     ring = settings.num_stages, settings.tile_tokens, head_dim
-    columns = tile_columns(settings.piece, head_dim, settings.chip)
+    columns = copy_columns(settings.piece, head_dim, settings.chip)
+    is_full = plgpu.Barrier(
+        num_arrivals=2 * settings.tile_tokens // settings.piece, num_barriers=settings.num_stages
+    )
     kernel = plgpu.kernel(
         functools.partial(_attention_kernel, settings=settings),
         out_type=(
@@ -88,18 +92,13 @@ def attend(
             ),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ),
-        scratch_types={
-            "q_smem": _shared((warps.rows, head_dim), dtype, columns),
-            "k_smem": _shared(ring, dtype, columns),
-            "v_smem": _shared(ring, dtype, columns),
-            "p_smem": _shared((warps.rows, settings.tile_tokens), dtype, _DEPTH),
-            "is_full": plgpu.Barrier(
-                num_arrivals=2 * settings.tile_tokens // settings.piece,
-                num_barriers=settings.num_stages,
-            )
-            if settings.chip.has_tma
-            else None,
-        },
+        scratch_types=(
+            _shared((warps.rows, head_dim), dtype, columns),
+            _shared(ring, dtype, columns),
+            _shared(ring, dtype, columns),
+            _shared((warps.rows, settings.tile_tokens), dtype, _DEPTH),
+            is_full if settings.chip.has_tma else None,
+        ),
         grid=(num_kv_heads, work.slot.shape[0]),
         grid_names=("head", "item"),
         kernel_name="paged_attention_ampere",
@@ -111,23 +110,11 @@ def attend(
     return kernel(jnp.stack(work, axis=1), block_tables, queries, key_pages, value_pages)
 
 
-def tile_columns(copy_rows: int, head_dim: int, chip: Chip) -> int:
-    """Numbers of a row that lie together in shared memory: as many as copies allow.
-
-    Before Hopper the four warps share a copy by tiles of 8 rows, which must come in fours.
-    """
-    row_tiles = copy_rows // 8
-    for columns in (64, 32, 16, 8):
-        column_tiles = head_dim // columns
-        in_fours = not (row_tiles % 4 and column_tiles % 4 and (row_tiles % 2 or column_tiles % 2))
-        if head_dim % columns == 0 and (chip.has_tma or in_fours):
-            return columns
-    raise ValueError(f"no asynchronous copy of {copy_rows} rows of {head_dim} numbers")
-
-
-def _shared(shape: tuple[int, ...], dtype: jnp.dtype, columns: int) -> plgpu.SMEM:
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def _shared(shape: tuple[int, ...], dtype: jnp.dtype, columns: int) -> Any:
+    """Shared memory in tiles of 8 rows, swizzled so that neither copies nor products conflict."""
+    tiles = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, swizzle))
 
 
 def _attention_kernel(
@@ -138,12 +125,12 @@ def _attention_kernel(
     v_ref: Ref,  # [P, K, S, H]
     out_ref: Ref,  # [W, K, R, H]
     lse_ref: Ref,  # f32[W, K, R]
-    *,
     q_smem: Ref,  # [R, H]
     k_smem: Ref,  # [stages, t, H]
     v_smem: Ref,  # [stages, t, H]
     p_smem: Ref,  # [R, t]
     is_full: Ref | None,  # a barrier per stage
+    *,
     settings: Settings,
 ):
     kv_head = lax.axis_index("head")
@@ -187,16 +174,18 @@ def _begin_copies(work: Work, kv_head, tables_ref, keys, values, is_full, tile, 
     """Begins to copy a tile's pages to its stage."""
     stage = lax.rem(tile, settings.num_stages)
     first = work.begin + tile * settings.tile_tokens
-    for place in range(0, settings.tile_tokens, settings.piece):
-        page, _ = _page_of(work, first + place, tables_ref, settings)
-        in_page = lax.rem(first + place, settings.page_size)
+    tokens = [first + place for place in range(0, settings.tile_tokens, settings.piece)]
+    pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
+    for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
+        in_page = lax.rem(token, settings.page_size)
         if settings.piece == settings.page_size:
             in_page = 0
         for pool_ref, smem in (keys, values):
             start_copy(
                 pool_ref.at[page, kv_head, pl.ds(in_page, settings.piece)],
-                smem.at[stage, pl.ds(place, settings.piece)],
+                smem.at[stage, pl.ds(number * settings.piece, settings.piece)],
                 None if is_full is None else is_full.at[stage],
+                settings.chip,
             )
 
 
@@ -211,7 +200,7 @@ def _attend_tiles(
     num_tiles = lax.div(work.end - work.begin + tile_tokens - 1, tile_tokens)
     scores_shape, values_shape = (warps.rows, tile_tokens), q_smem.shape
     copies_per_tile = 2 * tile_tokens // settings.piece
-    depth = max(_DEPTH, tile_columns(settings.piece, q_smem.shape[1], settings.chip))
+    depth = copy_columns(settings.piece, q_smem.shape[1], settings.chip)
 
     def attend_tile(tile, carry):
         top, total, values = carry
@@ -300,7 +289,7 @@ def _mask(scores, work: Work, first, tables_ref, settings: Settings):
 
 def _clear_values(work: Work, first, tables_ref, v_smem, settings: Settings):
     """Zeroes the rows of a tile that hold no token: a NaN there is NaN with a weight of 0 too."""
-    columns = tile_columns(settings.piece, v_smem.shape[1], settings.chip)
+    columns = copy_columns(settings.piece, v_smem.shape[1], settings.chip)
     layout = plgpu.Layout.SMEM_GMEM_COPY(v_smem.shape, v_smem.dtype, 2 * columns)
     place = plgpu.broadcasted_iota(jnp.int32, v_smem.shape, 0, layout=layout)
     values = plgpu.load(v_smem, layout=layout)
@@ -310,10 +299,19 @@ def _clear_values(work: Work, first, tables_ref, v_smem, settings: Settings):
 
 def _is_stored(place, work: Work, first, tables_ref, settings: Settings):
     """Which tokens of a tile, by their places there, come before the end and have a page."""
-    held = jnp.int32(0)  # a bit for each piece, the first one's the lowest
-    for number in range(settings.tile_tokens // settings.piece):
-        _, is_page = _page_of(work, first + number * settings.piece, tables_ref, settings)
-        held |= is_page.astype(jnp.int32) << number
+    num_pieces = settings.tile_tokens // settings.piece
+
+    def find_pages():
+        pages = [
+            _page_of(work, first + number * settings.piece, tables_ref, settings)[1]
+            for number in range(num_pieces)
+        ]
+        return sum(
+            (is_page.astype(jnp.int32) << i for i, is_page in enumerate(pages)), start=jnp.int32(0)
+        )
+
+    # A bit for each piece, the first one's the lowest.
+    held = lax.cond(work.has_holes == 1, find_pages, lambda: jnp.int32((1 << num_pieces) - 1))
     piece = lax.div(place, jnp.int32(settings.piece))
     has_page = (lax.shift_right_logical(jnp.broadcast_to(held, piece.shape), piece) & 1) == 1
     return has_page & (first + place < work.end)

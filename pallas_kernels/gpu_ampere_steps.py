@@ -96,9 +96,33 @@ def add_product(
     return sums
 
 
-def start_copy(source: Ref, target: Ref, barrier: Ref | None) -> None:
-    """Begins a copy from global to shared memory, in the background."""
-    plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+def copy_columns(rows: int, head_dim: int, chip: Chip) -> int:
+    """Numbers of a row that lie together in shared memory: as many as copies allow, 16 at least."""
+    for columns in (64, 32, 16):
+        if head_dim % columns == 0 and (chip.has_tma or _can_share(rows, head_dim, columns)):
+            return columns
+    return 16
+
+
+def _can_share(rows: int, head_dim: int, columns: int) -> bool:
+    """Whether four warps can share an asynchronous copy: by tiles of 8 rows, in fours."""
+    row_tiles, column_tiles = rows // 8, head_dim // columns
+    return row_tiles % 4 == 0 or column_tiles % 4 == 0 or row_tiles % 2 == column_tiles % 2 == 0
+
+
+def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> None:
+    """Begins a copy `[rows, H]` from global to shared memory, in the background.
+
+    Few rows of an odd `head_dim` cannot be shared by the warps: they are copied at once, by each.
+    """
+    rows, head_dim = target.shape
+    if chip.has_tma or _can_share(rows, head_dim, copy_columns(rows, head_dim, chip)):
+        plgpu.copy_gmem_to_smem(
+            source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        )
+        return
+    layout = plgpu.Layout.TILED(plgpu.Tiling(((8, 16), (4,))), (plgpu.Replicated(4),), (-3, -2), -1)
+    store(target, plgpu.load(source, layout=layout, optimized=False), optimized=False)
 
 
 def wait_for_copies(barrier: Ref | None, are_later_begun: jax.Array, num_later: int) -> None:
