@@ -64,7 +64,6 @@ def paged_attention_ampere(
     )  # fmt: skip
     settings = Settings(
         group=group,
-        unit_queries=unit_queries,
         warps=warps,
         num_stages=num_stages,
         tile_tokens=tile_tokens,

@@ -28,7 +28,7 @@ from paxkv.pallas_kernels.gpu_ampere_steps import (
 from paxkv.pallas_kernels.gpu_common import Work
 from paxkv.pallas_kernels.online_softmax import MASKED
 
-_DEPTH = 16  # that of one instruction: so many columns of the left operand
+_DEPTH = 16  # of one instruction: columns of the left operand, rows of the right one
 _LOG2_E = math.log2(math.e)
 
 
@@ -36,7 +36,6 @@ class Settings(NamedTuple):
     """What a kernel is compiled for."""
 
     group: int  # query heads per KV head
-    unit_queries: int
     warps: Warps
     num_stages: int  # of the ring
     tile_tokens: int
