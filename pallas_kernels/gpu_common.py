@@ -157,11 +157,15 @@ def _owner(until: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def rows_by_kv_head(queries: jax.Array, num_kv_heads: int, *, padding: int) -> jax.Array:
-    """Queries `[T, N, H]` as `[K, T * G + padding, H]`: all that read one KV head in one piece."""
+    """Queries `[T, N, H]` as `[K, T * G + padding, H]`: all that read one KV head in one piece.
+
+    There is a little more padding than that: the rows are a multiple of 8.
+    """
     num_rows, num_heads, head_dim = queries.shape
     group = num_heads // num_kv_heads
     by_head = queries.reshape(num_rows, num_kv_heads, group, head_dim).swapaxes(0, 1)
     by_head = by_head.reshape(num_kv_heads, num_rows * group, head_dim)
+    padding += -(num_rows * group + padding) % 8
     return jnp.pad(by_head, ((0, 0), (0, padding), (0, 0)))
 
 

@@ -27,6 +27,7 @@ from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
 
 _RING_BYTES = 225 * 1024  # of the 227 KB of a multiprocessor, with queries
 _ROWS = 64  # of a warpgroup: what one wgmma takes
+_PAGES_AT_ONCE = 8  # whose ids are read together: more would not fit in registers
 _LOG2_E = math.log2(math.e)
 _FIRST_ROW = Work._fields.index("first_row")
 
@@ -99,10 +100,14 @@ def _attention_kernel(
 
         lax.fori_loop(0, num_rounds, do_piece, jnp.int32(0))
 
+    # Three warpgroups have 168 registers a thread each; two that compute need more, a memory
+    # warpgroup that clears long tiles no less than 80.
+    memory_registers = 80 if settings.tile_tokens > _ROWS else 56
+
     @pl.when(warpgroup == settings.num_warpgroups)
     def _copy():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(80, action="decrease")
+            plgpu.set_max_registers(memory_registers, action="decrease")
         keys, values = (k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)
 
         def copy(item, kv_head, num_tiles, tiles_before):
@@ -117,7 +122,7 @@ def _attention_kernel(
     @pl.when(warpgroup < settings.num_warpgroups)
     def _compute():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(208, action="increase")
+            plgpu.set_max_registers((504 - memory_registers) // 16 * 8, action="increase")
 
         def compute(item, kv_head, num_tiles, tiles_before):
             @pl.when(num_tiles > 0)
@@ -190,19 +195,20 @@ def _copy_tiles(
     def _copy_tile(tile):
         stage = lax.rem(tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
-        tokens = [first + offset for offset in range(0, tile_tokens, piece)]
-        pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
 
         def copy(pool_ref, smem, barrier):
-            for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
-                in_page = pl.ds(lax.rem(token, settings.page_size), piece)
-                if piece == settings.page_size:
-                    in_page = pl.ds(0, piece)
-                plgpu.copy_gmem_to_smem(
-                    pool_ref.at[page, kv_head, in_page],
-                    smem.at[stage, pl.ds(number * piece, piece)],
-                    barrier,
-                )
+            for group in range(0, tile_tokens, piece * _PAGES_AT_ONCE):
+                offsets = range(group, min(group + piece * _PAGES_AT_ONCE, tile_tokens), piece)
+                pages = [_page_of(work, first + x, tables_ref, settings)[0] for x in offsets]
+                for offset, page in zip(offsets, pages, strict=True):
+                    in_page = pl.ds(lax.rem(first + offset, settings.page_size), piece)
+                    if piece == settings.page_size:
+                        in_page = pl.ds(0, piece)
+                    plgpu.copy_gmem_to_smem(
+                        pool_ref.at[page, kv_head, in_page],
+                        smem.at[stage, pl.ds(offset, piece)],
+                        barrier,
+                    )
 
         def wait(free):
             @pl.when(tiles_before + tile >= settings.num_stages)
@@ -223,7 +229,7 @@ def _copy_tiles(
             copy(v_ref, v_smem, v_unclear)
             plgpu.barrier_wait(v_unclear)
             _clear(work, first, tables_ref, v_smem.at[stage], settings)
-            for _ in tokens:
+            for _ in range(tile_tokens // piece):
                 plgpu.barrier_arrive(v_full.at[stage])
 
 
@@ -338,14 +344,18 @@ def _clear(work: Work, first, tables_ref, v_smem, settings: _Settings):
     tile_tokens, head_dim = v_smem.shape
     columns = math.gcd(head_dim, 64)  # at a time, to need few registers
     pieces = _held_pieces(work, first, tables_ref, settings)
-    for begin in range(0, tile_tokens, _ROWS):
+
+    @pl.loop(0, tile_tokens // _ROWS * (head_dim // columns))
+    def _clear_part(part):  # a loop: unrolled, the compiler would compute all addresses ahead
+        begin = lax.rem(part, tile_tokens // _ROWS) * _ROWS
+        column = lax.div(part, tile_tokens // _ROWS) * columns
         row = begin + _iota((_ROWS, columns), 0)
         is_held = (pieces >> lax.div(row, settings.piece)) & 1 == 1
         is_stored = (row < work.end - first) & is_held
-        for column in range(0, head_dim, columns):
-            part = v_smem.at[pl.ds(begin, _ROWS), pl.ds(column, columns)]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(is_stored, values, jnp.zeros_like(values))
+        part_ref = v_smem.at[pl.ds(begin, _ROWS), pl.ds(column, columns)]
+        values = plgpu.load(part_ref, layout=plgpu.Layout.WGMMA)
+        part_ref[...] = jnp.where(is_stored, values, jnp.zeros_like(values))
+
     plgpu.commit_smem()
 
 
