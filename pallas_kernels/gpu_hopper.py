@@ -134,7 +134,7 @@ def _attention_kernel(
                     q_full.at[warpgroup],
                 )
                 plgpu.barrier_wait(q_full.at[warpgroup])
-                softmax = _attend(
+                top, total, values = _attend(
                     work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref,
                     q_smem.at[warpgroup], k_smem, v_smem,
                     None if p_smem is None else p_smem.at[warpgroup],
@@ -142,7 +142,7 @@ def _attention_kernel(
                 )  # fmt: skip
                 rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
                 _store(
-                    *softmax, q_smem.at[warpgroup], lse_smem.at[warpgroup],
+                    top, total, values, q_smem.at[warpgroup], lse_smem.at[warpgroup],
                     out_ref.at[item, :, kv_head, rows], lse_ref.at[item, kv_head, rows], settings,
                 )  # fmt: skip
 
@@ -367,7 +367,7 @@ def _multiply(left, right):
         return product_ref[...]
 
     shape = left.shape[0], right.shape[1]
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _add_weighted(values, weights, v_smem, p_smem):
@@ -377,7 +377,7 @@ def _add_weighted(values, weights, v_smem, p_smem):
         def multiply(values_ref):
             plgpu.wgmma(values_ref, weights, v_smem)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(values))
+        return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(values))
     p_smem[...] = weights
     plgpu.commit_smem()
     return values + _multiply(p_smem, v_smem)
@@ -386,7 +386,10 @@ def _add_weighted(values, weights, v_smem, p_smem):
 def _transforms(head_dim: int) -> tuple[Any, ...]:
     """How rows of `head_dim` 16-bit numbers lie in shared memory: tiled and swizzled for wgmma."""
     columns = math.gcd(head_dim, 64)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+    return (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * columns),  # pyright: ignore[reportAbstractUsage]
+    )
 
 
 def paged_attention_hopper(
