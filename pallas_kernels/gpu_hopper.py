@@ -465,10 +465,12 @@ def paged_attention_hopper(
         num_parts=1 if plan.unit_of_item is None else 2,
         interpret=interpret,
     )
+    rows_of_heads = rows_by_kv_head(
+        queries, num_kv_heads, padding=num_warpgroups * settings.out_rows
+    )
     values, lse = _attend_items(
-        plan.work, block_tables, rows_by_kv_head(queries, num_kv_heads, padding=2 * _ROWS),
-        key_pages, value_pages, settings,
-    )  # fmt: skip
+        plan.work, block_tables, rows_of_heads, key_pages, value_pages, settings
+    )
     out, lse = unite(values, lse, plan, rows, sinks, unit_queries=unit_queries, group=group)
     return out.astype(queries.dtype), lse, key_pages, value_pages
 
