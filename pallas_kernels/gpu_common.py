@@ -157,11 +157,15 @@ def _owner(until: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def rows_by_kv_head(queries: jax.Array, num_kv_heads: int, *, padding: int) -> jax.Array:
-    """Queries `[T, N, H]` as `[K, T * G + padding, H]`: all that read one KV head in one piece."""
+    """Queries `[T, N, H]` as `[K, T * G + padding, H]`: all that read one KV head in one piece.
+
+    There is a little more padding than that: the rows are a multiple of 8.
+    """
     num_rows, num_heads, head_dim = queries.shape
     group = num_heads // num_kv_heads
     by_head = queries.reshape(num_rows, num_kv_heads, group, head_dim).swapaxes(0, 1)
     by_head = by_head.reshape(num_kv_heads, num_rows * group, head_dim)
+    padding += -(num_rows * group + padding) % 8
     return jnp.pad(by_head, ((0, 0), (0, padding), (0, 0)))
 
 
@@ -196,7 +200,7 @@ def unite(
     values = values[:, :, :used].reshape(*shape, head_dim)
     top = log_sum_exp[:, :, :used].reshape(shape)
     if plan.unit_of_item is not None:
-        values, top = _merge_items(values, top, plan)
+        values, top = _merge_items(values, top, plan.unit_of_item, plan.num_units)
     unit, query = plan.unit_of_row, plan.query_of_row
     values, top = values[unit, :, query], top[unit, :, query]  # [T, K, G, H] and [T, K, G]
     is_seen = top > MASKED / 2
@@ -213,10 +217,12 @@ def unite(
     return out, jnp.where(rows.is_token[:, None], lse, -jnp.inf)
 
 
-def _merge_items(values: jax.Array, top: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+def _merge_items(
+    values: jax.Array, top: jax.Array, unit_of_item: jax.Array, num_units: int
+) -> tuple[jax.Array, jax.Array]:
     """Items' outputs and log-sum-exp, `[W, K, Q, G, ...]`, merged into those of units."""
     num_items, num_kv_heads, unit_queries, group, head_dim = values.shape
-    owner = plan.unit_of_item[None] == jnp.arange(plan.num_units, dtype=jnp.int32)[:, None]
+    owner = unit_of_item[None] == jnp.arange(num_units, dtype=jnp.int32)[:, None]
     shape = num_items, num_kv_heads, unit_queries * group
     top = top.reshape(shape)
     is_seen = jnp.any(owner, axis=0)[:, None, None] & (top > MASKED / 2)
@@ -226,12 +232,12 @@ def _merge_items(values: jax.Array, top: jax.Array, plan: Plan) -> tuple[jax.Arr
         values=jnp.where(is_seen[..., None], values.reshape(*shape, head_dim), 0),
     )
     merged = merge_into_owners(
-        empty_softmax((plan.num_units, *shape[1:]), head_dim),
+        empty_softmax((num_units, *shape[1:]), head_dim),
         part,
-        jnp.minimum(plan.unit_of_item, plan.num_units - 1),
+        jnp.minimum(unit_of_item, num_units - 1),
         owner,
     )
-    unit_shape = plan.num_units, num_kv_heads, unit_queries, group
+    unit_shape = num_units, num_kv_heads, unit_queries, group
     is_seen = merged.total > 0
     total = jnp.where(is_seen, merged.total, 1.0)
     return (

@@ -27,8 +27,8 @@ from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
 
 _RING_BYTES = 225 * 1024  # of the 227 KB of a multiprocessor, with queries
 _ROWS = 64  # of a warpgroup: what one wgmma takes
+_PAGES_AT_ONCE = 8  # whose ids are read together: more would not fit in registers
 _LOG2_E = math.log2(math.e)
-_FIRST_ROW = Work._fields.index("first_row")
 
 
 class _Settings(NamedTuple):
@@ -38,6 +38,7 @@ class _Settings(NamedTuple):
     unit_queries: int
     out_rows: int  # that a compute warpgroup writes, a multiple of 8
     num_warpgroups: int  # that compute
+    num_buffers: int  # of queries
     num_stages: int  # of the ring
     tile_tokens: int
     page_size: int
@@ -63,12 +64,13 @@ def _attention_kernel(
     v_ref,  # [P, K, S, H]
     out_ref,  # [W, parts, K, R, H]
     lse_ref,  # f32[W, K, R]
-    q_smem,  # [warpgroups, 64, H], for outputs at the end
+    q_smem,  # [buffers, warpgroups, 64, H], for outputs at the end
     k_smem,  # [stages, t, H]
     v_smem,  # [stages, t, H]
     lse_smem,  # f32[warpgroups, 64]
     p_smem,  # [warpgroups, 64, t] if interpreted
     q_full,
+    q_free,
     k_full,
     v_full,
     k_free,
@@ -85,28 +87,57 @@ def _attention_kernel(
     num_rounds = lax.div(num_pieces - 1 - program, num_programs) + 1
 
     def for_each_piece(do):
-        """Does this program's pieces of work, which share one ring: `do` returns the tiles used."""
+        """Does this program's pieces of work, which share one ring and the buffers of queries."""
 
-        def do_piece(number, tiles_before):
+        def do_piece(number, before):
+            pieces_before, tiles_before = before
             # The longest units of a causal prefill are the last; they go first.
             piece = num_pieces - 1 - (program + number * num_programs)
             item, kv_head = lax.div(piece, num_kv_heads), lax.rem(piece, num_kv_heads)
             work = _load_work(work_ref, item)
             num_keys = jnp.maximum(work.end - work.begin, 0)
             num_tiles = lax.div(num_keys + settings.tile_tokens - 1, settings.tile_tokens)
-            do(item, kv_head, num_tiles, tiles_before)
-            return tiles_before + num_tiles
+            buffer = lax.rem(pieces_before, settings.num_buffers)
 
-        lax.fori_loop(0, num_rounds, do_piece, jnp.int32(0))
+            @pl.when(num_tiles > 0)
+            def _do():
+                do(item, kv_head, num_tiles, tiles_before, buffer, pieces_before)
+
+            pieces_before += jnp.where(num_tiles > 0, 1, 0)
+            return pieces_before, tiles_before + num_tiles
+
+        none = jnp.int32(0), jnp.int32(0)
+        if num_pieces <= settings.num_programs:  # one each
+            do_piece(0, none)
+        else:
+            lax.fori_loop(0, num_rounds, do_piece, none)
+
+    # Three warpgroups have 168 registers a thread each; two that compute need more, a memory
+    # warpgroup that clears long tiles no less than 80.
+    memory_registers = 80 if settings.tile_tokens > _ROWS else 56
 
     @pl.when(warpgroup == settings.num_warpgroups)
     def _copy():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(80, action="decrease")
+            plgpu.set_max_registers(memory_registers, action="decrease")
         keys, values = (k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)
 
-        def copy(item, kv_head, num_tiles, tiles_before):
+        def copy(item, kv_head, num_tiles, tiles_before, buffer, pieces_before):
             work = _load_work(work_ref, item)
+
+            @pl.when(pieces_before >= settings.num_buffers)
+            def _wait():
+                plgpu.barrier_wait(q_free.at[buffer])
+
+            for number in range(settings.num_warpgroups):
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[
+                        kv_head,
+                        pl.ds(work.first_row * settings.group + number * _ROWS, settings.out_rows),
+                    ],
+                    q_smem.at[buffer, number, pl.ds(0, settings.out_rows)],
+                    q_full.at[buffer],
+                )
             _copy_tiles(
                 work, kv_head, num_tiles, tiles_before, tables_ref, keys, values, v_unclear,
                 settings,
@@ -117,29 +148,23 @@ def _attention_kernel(
     @pl.when(warpgroup < settings.num_warpgroups)
     def _compute():
         if settings.num_warpgroups > 1:
-            plgpu.set_max_registers(208, action="increase")
+            plgpu.set_max_registers((504 - memory_registers) // 16 * 8, action="increase")
 
-        def compute(item, kv_head, num_tiles, tiles_before):
-            @pl.when(num_tiles > 0)
-            def _attend_and_store():
-                first = work_ref[item, _FIRST_ROW] * settings.group + warpgroup * _ROWS
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[kv_head, pl.ds(first, settings.out_rows)],
-                    q_smem.at[warpgroup, pl.ds(0, settings.out_rows)],
-                    q_full.at[warpgroup],
-                )
-                plgpu.barrier_wait(q_full.at[warpgroup])
-                softmax = _attend(
-                    work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref,
-                    q_smem.at[warpgroup], k_smem, v_smem,
-                    None if p_smem is None else p_smem.at[warpgroup],
-                    (k_full, v_full, k_free, v_free), settings,
-                )  # fmt: skip
-                rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
-                _store(
-                    *softmax, q_smem.at[warpgroup], lse_smem.at[warpgroup],
-                    out_ref.at[item, :, kv_head, rows], lse_ref.at[item, kv_head, rows], settings,
-                )  # fmt: skip
+        def compute(item, kv_head, num_tiles, tiles_before, buffer, pieces_before):
+            del pieces_before
+            rows_smem = q_smem.at[buffer, warpgroup]
+            plgpu.barrier_wait(q_full.at[buffer])
+            top, total, values = _attend(
+                work_ref, item, num_tiles, tiles_before, warpgroup, tables_ref, rows_smem,
+                k_smem, v_smem, None if p_smem is None else p_smem.at[warpgroup],
+                (k_full, v_full, k_free, v_free), settings,
+            )  # fmt: skip
+            rows = pl.ds(warpgroup * _ROWS, settings.out_rows)
+            _store(
+                top, total, values, rows_smem, lse_smem.at[warpgroup],
+                out_ref.at[item, :, kv_head, rows], lse_ref.at[item, kv_head, rows], settings,
+            )  # fmt: skip
+            plgpu.barrier_arrive(q_free.at[buffer])
 
         for_each_piece(compute)
 
@@ -161,7 +186,7 @@ def _store(top, total, values, o_smem, lse_smem, out_ref, lse_ref, settings: _Se
         plgpu.copy_smem_to_gmem(o_smem.at[out_rows], out_ref.at[part])
         if part == 0:
             plgpu.copy_smem_to_gmem(lse_smem.at[out_rows], lse_ref)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         values -= rounded.astype(jnp.float32)
 
 
@@ -190,19 +215,20 @@ def _copy_tiles(
     def _copy_tile(tile):
         stage = lax.rem(tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
-        tokens = [first + offset for offset in range(0, tile_tokens, piece)]
-        pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
 
         def copy(pool_ref, smem, barrier):
-            for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
-                in_page = pl.ds(lax.rem(token, settings.page_size), piece)
-                if piece == settings.page_size:
-                    in_page = pl.ds(0, piece)
-                plgpu.copy_gmem_to_smem(
-                    pool_ref.at[page, kv_head, in_page],
-                    smem.at[stage, pl.ds(number * piece, piece)],
-                    barrier,
-                )
+            for group in range(0, tile_tokens, piece * _PAGES_AT_ONCE):
+                offsets = range(group, min(group + piece * _PAGES_AT_ONCE, tile_tokens), piece)
+                pages = [_page_of(work, first + x, tables_ref, settings)[0] for x in offsets]
+                for offset, page in zip(offsets, pages, strict=True):
+                    in_page = pl.ds(lax.rem(first + offset, settings.page_size), piece)
+                    if piece == settings.page_size:
+                        in_page = pl.ds(0, piece)
+                    plgpu.copy_gmem_to_smem(
+                        pool_ref.at[page, kv_head, in_page],
+                        smem.at[stage, pl.ds(offset, piece)],
+                        barrier,
+                    )
 
         def wait(free):
             @pl.when(tiles_before + tile >= settings.num_stages)
@@ -223,7 +249,7 @@ def _copy_tiles(
             copy(v_ref, v_smem, v_unclear)
             plgpu.barrier_wait(v_unclear)
             _clear(work, first, tables_ref, v_smem.at[stage], settings)
-            for _ in tokens:
+            for _ in range(tile_tokens // piece):
                 plgpu.barrier_arrive(v_full.at[stage])
 
 
@@ -338,14 +364,18 @@ def _clear(work: Work, first, tables_ref, v_smem, settings: _Settings):
     tile_tokens, head_dim = v_smem.shape
     columns = math.gcd(head_dim, 64)  # at a time, to need few registers
     pieces = _held_pieces(work, first, tables_ref, settings)
-    for begin in range(0, tile_tokens, _ROWS):
+
+    @pl.loop(0, tile_tokens // _ROWS * (head_dim // columns))
+    def _clear_part(part):  # a loop: unrolled, the compiler would compute all addresses ahead
+        begin = lax.rem(part, tile_tokens // _ROWS) * _ROWS
+        column = lax.div(part, tile_tokens // _ROWS) * columns
         row = begin + _iota((_ROWS, columns), 0)
         is_held = (pieces >> lax.div(row, settings.piece)) & 1 == 1
         is_stored = (row < work.end - first) & is_held
-        for column in range(0, head_dim, columns):
-            part = v_smem.at[pl.ds(begin, _ROWS), pl.ds(column, columns)]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(is_stored, values, jnp.zeros_like(values))
+        part_ref = v_smem.at[pl.ds(begin, _ROWS), pl.ds(column, columns)]
+        values = plgpu.load(part_ref, layout=plgpu.Layout.WGMMA)
+        part_ref[...] = jnp.where(is_stored, values, jnp.zeros_like(values))
+
     plgpu.commit_smem()
 
 
@@ -357,7 +387,7 @@ def _multiply(left, right):
         return product_ref[...]
 
     shape = left.shape[0], right.shape[1]
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _add_weighted(values, weights, v_smem, p_smem):
@@ -367,7 +397,7 @@ def _add_weighted(values, weights, v_smem, p_smem):
         def multiply(values_ref):
             plgpu.wgmma(values_ref, weights, v_smem)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(values))
+        return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(values))
     p_smem[...] = weights
     plgpu.commit_smem()
     return values + _multiply(p_smem, v_smem)
@@ -376,7 +406,10 @@ def _add_weighted(values, weights, v_smem, p_smem):
 def _transforms(head_dim: int) -> tuple[Any, ...]:
     """How rows of `head_dim` 16-bit numbers lie in shared memory: tiled and swizzled for wgmma."""
     columns = math.gcd(head_dim, 64)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+    return (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * columns),  # pyright: ignore[reportAbstractUsage]
+    )
 
 
 def paged_attention_hopper(
@@ -426,7 +459,7 @@ def paged_attention_hopper(
         key_pages, value_pages, new_keys, new_values, block_tables, rows
     )
     is_decode = max_q_len == 1
-    num_warpgroups = 1 if is_decode else 2
+    num_warpgroups, num_buffers = (1, 2) if is_decode else (2, 1)
     unit_queries = 1 if is_decode else num_warpgroups * _ROWS // group
     tile_tokens = 128 if not is_decode and head_dim <= 128 else 64
     plan = plan_work(
@@ -439,7 +472,8 @@ def paged_attention_hopper(
         unit_queries=unit_queries,
         out_rows=-(-group // 8) * 8 if is_decode else _ROWS,
         num_warpgroups=num_warpgroups,
-        num_stages=_num_stages(head_dim, tile_tokens, num_warpgroups),
+        num_buffers=num_buffers,
+        num_stages=_num_stages(head_dim, tile_tokens, num_buffers * num_warpgroups * _ROWS),
         tile_tokens=tile_tokens,
         page_size=page_size,
         num_pages=num_pages,
@@ -452,18 +486,20 @@ def paged_attention_hopper(
         num_parts=1 if plan.unit_of_item is None else 2,
         interpret=interpret,
     )
+    rows_of_heads = rows_by_kv_head(
+        queries, num_kv_heads, padding=num_warpgroups * settings.out_rows
+    )
     values, lse = _attend_items(
-        plan.work, block_tables, rows_by_kv_head(queries, num_kv_heads, padding=2 * _ROWS),
-        key_pages, value_pages, settings,
-    )  # fmt: skip
+        plan.work, block_tables, rows_of_heads, key_pages, value_pages, settings
+    )
     out, lse = unite(values, lse, plan, rows, sinks, unit_queries=unit_queries, group=group)
     return out.astype(queries.dtype), lse, key_pages, value_pages
 
 
-def _num_stages(head_dim: int, tile_tokens: int, num_warpgroups: int) -> int:
+def _num_stages(head_dim: int, tile_tokens: int, num_rows: int) -> int:
     """As many as fit, but no more than keep memory busy while a program ends a piece of work."""
     stage_bytes = 2 * tile_tokens * head_dim * 2
-    return min(6, (_RING_BYTES - num_warpgroups * _ROWS * head_dim * 2) // stage_bytes)
+    return min(6, (_RING_BYTES - num_rows * head_dim * 2) // stage_bytes)
 
 
 def _attend_items(
@@ -486,12 +522,15 @@ def _attend_items(
     full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
     free = plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages)
     scratch = (
-        plgpu.SMEM((num_warpgroups, _ROWS, head_dim), dtype, transforms=transforms),
+        plgpu.SMEM(
+            (settings.num_buffers, num_warpgroups, _ROWS, head_dim), dtype, transforms=transforms
+        ),
         ring,
         ring,
         plgpu.SMEM((num_warpgroups, _ROWS), jnp.float32),
         weights,
-        plgpu.Barrier(num_barriers=num_warpgroups),
+        plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=settings.num_buffers),
+        plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=settings.num_buffers),
         full,
         full,
         free,
