@@ -1,0 +1,123 @@
+"""Paged attention on NVIDIA GPUs: which kernel serves which chip."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from paxkv.pallas_kernels.gpu_hopper import paged_attention_hopper
+from paxkv.pallas_kernels.reference import paged_attention_reference
+
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+_MOST_GROUP = 16
+_HOPPER = (9, 0)
+
+
+def gpu_refusal(queries: jax.Array, key_pages: jax.Array) -> str | None:
+    """Why no GPU kernel takes queries `[T, N, H]` and pages `[P, K, S, H]`; None: one does."""
+    _, num_kv_heads, page_size, head_dim = key_pages.shape
+    group = queries.shape[1] // num_kv_heads
+    if queries.dtype == jnp.float32 or key_pages.dtype == jnp.float32:
+        return (
+            "GPU kernels take bfloat16 and float16, found float32, which tensor cores would round "
+            "to TF32: use implementation='reference'"
+        )
+    if queries.dtype != key_pages.dtype or queries.dtype not in (jnp.bfloat16, jnp.float16):
+        return (
+            "GPU kernels take queries and pages both in bfloat16 or both in float16, "
+            f"found {queries.dtype} and {key_pages.dtype}"
+        )
+    if head_dim not in _HEAD_DIMS:
+        return f"GPU kernels take a head_dim of {_HEAD_DIMS}, found {head_dim}"
+    if page_size not in _PAGE_SIZES:
+        return f"GPU kernels take pages of {_PAGE_SIZES} tokens, found {page_size}"
+    if group > _MOST_GROUP:
+        return f"GPU kernels take up to {_MOST_GROUP} query heads per KV head, found {group}"
+    return None
+
+
+def paged_attention_gpu(
+    queries: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    max_q_len: int | None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`paged_attention` by the kernel of the GPU that it is traced for; see there.
+
+    The GPU is the default device (`jax.default_device`) or else the first of this machine; where
+    there is none, as when exporting, the program is for Hopper. What no kernel takes, and GPUs
+    before Ampere, take the reference.
+
+    Args:
+        queries: As for `paged_attention`, like all but `interpret`.
+        new_keys: See `queries`.
+        new_values: See `queries`.
+        key_pages: See `queries`.
+        value_pages: See `queries`.
+        block_tables: See `queries`.
+        kv_lens: See `queries`.
+        cu_q_lens: See `queries`.
+        scale: See `queries`.
+        window: See `queries`.
+        soft_cap: See `queries`.
+        sinks: See `queries`.
+        max_q_len: See `queries`.
+        interpret: Runs the kernel on the CPU, and raises where two threads race.
+
+    Returns:
+        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
+    """
+    arguments = (
+        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens
+    )  # fmt: skip
+    settings = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "max_q_len": max_q_len,
+    }
+    major, minor = compute_capability()
+    if major < 8:
+        _warn_of_old_gpu(major, minor)
+    if major < 8 or gpu_refusal(queries, key_pages) is not None:
+        return paged_attention_reference(*arguments, **settings)
+    if major == 9:
+        return paged_attention_hopper(*arguments, **settings, interpret=interpret)
+    from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
+
+    return paged_attention_ampere(*arguments, **settings, interpret=interpret)
+
+
+def compute_capability() -> tuple[int, int]:
+    """Of the GPU that programs are traced for: (9, 0) for Hopper, and where there is none."""
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str) or device.platform not in ("gpu", "cuda"):
+        try:
+            device = jax.local_devices(backend="cuda")[0]
+        except RuntimeError:  # no such backend
+            return _HOPPER
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+@functools.cache  # once, not once a layer
+def _warn_of_old_gpu(major: int, minor: int) -> None:
+    warnings.warn(
+        f"paxkv has no attention kernel for GPUs of compute capability {major}.{minor}, only from "
+        "8.0 on: it runs in plain JAX, which is slower",
+        stacklevel=3,
+    )
