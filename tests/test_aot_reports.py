@@ -1,4 +1,4 @@
-"""Reading what compilers write, and the shared run of the benchmark for GPUs on tiny shapes."""
+"""Reading what compilers write about what they made."""
 
 import jax
 import jax.numpy as jnp
