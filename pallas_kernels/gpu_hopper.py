@@ -465,7 +465,7 @@ def paged_attention_hopper(
     plan = plan_work(
         rows, block_tables, kv_lens, cu_q_lens, key_pages,
         window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
-        num_programs=num_multiprocessors,
+        num_programs=num_multiprocessors, num_rounds=4 if is_decode else 1,
     )  # fmt: skip
     settings = _Settings(
         group=group,
