@@ -15,7 +15,9 @@ _MOST_GROUP = 16
 _HOPPER = (9, 0)
 
 
-def gpu_refusal(queries: jax.Array, key_pages: jax.Array) -> str | None:
+def gpu_refusal(
+    queries: jax.Array | jax.ShapeDtypeStruct, key_pages: jax.Array | jax.ShapeDtypeStruct
+) -> str | None:
     """Why no GPU kernel takes queries `[T, N, H]` and pages `[P, K, S, H]`; None: one does."""
     _, num_kv_heads, page_size, head_dim = key_pages.shape
     group = queries.shape[1] // num_kv_heads

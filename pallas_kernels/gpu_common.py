@@ -56,8 +56,9 @@ def plan_work(
     unit_queries: int,
     tile_tokens: int,
     num_programs: int,
+    num_rounds: int = 1,
 ) -> Plan:
-    """Cuts a call into units, and those into items if there are fewer than `num_programs`.
+    """Cuts a call into units, and those into items if they do not fill the GPU evenly.
 
     All of it is the same for every layer of a model, so XLA does it once per step.
 
@@ -71,7 +72,9 @@ def plan_work(
         max_q_len: A bound on rows per sequence, if known.
         unit_queries: Queries of a unit, at most.
         tile_tokens: Keys that a kernel takes at a time.
-        num_programs: How many are needed to fill the GPU.
+        num_programs: How many fill the GPU.
+        num_rounds: Units for fewer rounds of programs than that are cut into items for so many:
+            with a round and a bit, most of the GPU would idle in the last one.
     """
     num_rows, num_slots, num_kv_heads = rows.slots.shape[0], kv_lens.shape[0], pages.shape[1]
     longest = num_rows if max_q_len is None else min(max_q_len, num_rows)
@@ -117,8 +120,12 @@ def plan_work(
         has_holes=has_holes.astype(jnp.int32),
     )
     unit_of_item = None
-    if num_units * num_kv_heads < num_programs:
-        work, unit_of_item = _split(work, tile_tokens, max(num_programs // num_kv_heads, 1))
+    num_pieces = num_units * num_kv_heads
+    if num_pieces < num_rounds * num_programs:
+        if 2 * num_pieces <= num_programs:
+            num_rounds = 1
+        num_parts = max(num_rounds * num_programs // num_kv_heads, 1)
+        work, unit_of_item = _split(work, tile_tokens, num_parts)
     row = jnp.arange(num_rows, dtype=jnp.int32) - cu_q_lens[rows.slots]
     return Plan(
         work=work,

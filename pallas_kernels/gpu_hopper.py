@@ -1,14 +1,15 @@
 """Paged attention for Hopper (sm_90a): TMA copies of pages into a ring, wgmma on its stages.
 
-One body serves decode and prefill. A program does one item of work (`gpu_common`) for one KV head:
-up to 64 rows a compute warpgroup, a row being a query and a head of the group. A memory warpgroup
-copies the item's keys and values tile by tile, each page of one head with one TMA copy, and runs
-ahead by as many tiles as the ring has stages. A compute warpgroup multiplies with wgmma and keeps
-an online softmax in registers.
+One body serves decode and prefill. A piece of work is an item of `gpu_common` for one KV head: up
+to 64 rows a compute warpgroup, a row being a query and a head of the group. A memory warpgroup
+copies the piece's keys and values tile by tile, each page of one head with one TMA copy, and runs
+ahead by as many tiles as the ring has stages; in decode it runs on into the program's next piece.
+It also zeroes the values of slots that hold no token, in the tiles that have any. A compute
+warpgroup multiplies with wgmma and keeps an online softmax in registers.
 
 wgmma takes 64 rows at least, so decode pads its group of query heads to 64. That costs nothing that
-counts: 64 tokens of a KV head of 128 take about 1600 cycles to arrive at a multiprocessor (32 KB at
-2.7 TB/s and 132 multiprocessors), and 512 cycles of tensor cores.
+counts: 64 tokens of a KV head of 128 take about 1600 cycles to arrive at a multiprocessor (32 KB,
+at 4.8 TB/s shared by 132 of 1.76 GHz), and 512 cycles of tensor cores.
 """
 
 import functools
@@ -465,7 +466,7 @@ def paged_attention_hopper(
     plan = plan_work(
         rows, block_tables, kv_lens, cu_q_lens, key_pages,
         window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
-        num_programs=num_multiprocessors,
+        num_programs=num_multiprocessors, num_rounds=4 if is_decode else 1,
     )  # fmt: skip
     settings = _Settings(
         group=group,

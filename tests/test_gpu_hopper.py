@@ -27,8 +27,8 @@ hopper_jit = jax.jit(
 
 DECODE = ("decode_all_settings", "decode_huge_scores", "decode_page_8", "decode_page_256")
 MIXED = (
-    "mixed_all_settings", "chunks_page_8", "chunks_page_128", "heads_5_1", "heads_28_4",
-    "head_dim_80", "head_dim_96", "head_dim_128", "nothing_stored",
+    "mixed_all_settings", "chunks_page_8", "chunks_page_128", "heads_5_1", "head_dim_80",
+    "head_dim_96", "nothing_stored",
 )  # fmt: skip
 
 
@@ -45,11 +45,14 @@ def attend(inputs: Inputs, *, num_multiprocessors: int, **changes) -> PagedAtten
 
 class TestHopper:
     @pytest.mark.parametrize("name", DECODE)
-    @pytest.mark.parametrize("num_multiprocessors", [2, 24], ids=["whole", "split"])
-    def test_decode_matches_dense_attention(self, name, num_multiprocessors):
+    def test_decode_matches_dense_attention(self, name):
         inputs = random_inputs(SMALL_CASES[name], jnp.bfloat16)
-        result = attend(inputs, num_multiprocessors=num_multiprocessors, max_q_len=1)
-        assert_right(inputs, result)
+        assert_right(inputs, attend(inputs, num_multiprocessors=2, max_q_len=1))
+
+    @pytest.mark.parametrize("name", ["decode_sinks", "decode_page_256"])
+    def test_decode_of_split_work_matches_dense_attention(self, name):
+        inputs = random_inputs(SMALL_CASES[name], jnp.bfloat16)
+        assert_right(inputs, attend(inputs, num_multiprocessors=8, max_q_len=1))
 
     @pytest.mark.parametrize("name", MIXED)
     def test_ragged_queries_match_dense_attention(self, name):
@@ -58,13 +61,13 @@ class TestHopper:
 
     def test_float16_and_ragged_queries_in_split_work(self):
         inputs = random_inputs(SMALL_CASES["mixed_all_settings"], DTYPES["float16"])
-        assert_right(inputs, attend(inputs, num_multiprocessors=64))
+        assert_right(inputs, attend(inputs, num_multiprocessors=16))
 
     def test_decode_ring_wraps_across_sequences(self):
-        # One program of the two does 3 of these: 3 x 3 tiles of 64 tokens pass 6 stages.
+        # One program does all: 2 heads x 3 sequences x 3 tiles of 64 tokens pass 6 stages.
         case = Case(lengths=((1, 130), (1, 192), (1, 150)), num_kv_heads=2, num_heads=4)
         inputs = random_inputs(case, jnp.bfloat16)
-        assert_right(inputs, attend(inputs, num_multiprocessors=2, max_q_len=1))
+        assert_right(inputs, attend(inputs, num_multiprocessors=1, max_q_len=1))
 
     def test_prefill_ring_wraps(self):
         # Heads of 256 leave room for 2 stages of 64 tokens.
