@@ -20,7 +20,7 @@ from paxkv.pallas_kernels.layout import NULL_PAGE
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
 from paxkv.pallas_kernels.tpu_pages import PageTiles
-from paxkv.pallas_kernels.tpu_steps import dot, pad
+from paxkv.pallas_kernels.tpu_steps import dot, interpreter, pad
 from paxkv.pallas_kernels.tpu_tiles import (
     LANES,
     chip_traced_for,
@@ -487,7 +487,7 @@ def paged_mixed_tpu(
             disable_bounds_checks=True,
             vmem_limit_bytes=chip.usable_vmem_bytes,
         ),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=interpreter(interpret),
         name="paged_mixed",
     )(
         cu_q_lens,

@@ -3,6 +3,18 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+
+def interpreter(is_interpreted: bool):
+    """What `pallas_call` takes as `interpret`.
+
+    Copies are carried out when they are started: one that nobody waited for is then a race, where
+    copies carried out when waited for would only show as wrong numbers.
+    """
+    if not is_interpreted:
+        return False
+    return pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
 
 
 def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:

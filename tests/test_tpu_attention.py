@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from paxkv.pallas_kernels import NULL_PAGE, PagedAttention, tpu_decode, tpu_mixed
 from paxkv.pallas_kernels.attention_cases import SMALL_CASES, Case
@@ -18,6 +19,7 @@ from paxkv.pallas_kernels.testing import (
     right_pages,
 )
 from paxkv.pallas_kernels.tpu import paged_attention_tpu, tpu_refusal
+from paxkv.pallas_kernels.tpu_pages import PageTiles
 from paxkv.pallas_kernels.tpu_tiles import Chip
 
 SETTINGS = ("scale", "window", "soft_cap", "max_q_len", "interpret")
@@ -116,6 +118,17 @@ def test_ids_that_name_no_page_are_never_read_or_written(max_q_len, columns):
     pools = right_pages(dataclasses.replace(inputs, tables=known))
     for found, right in zip((result.key_pages, result.value_pages), pools, strict=True):
         assert_same_bits(found, right)
+
+
+@pytest.mark.parametrize("max_q_len", [1, None])
+def test_tile_that_nobody_waits_for_is_a_race(max_q_len, monkeypatch):
+    monkeypatch.setattr(PageTiles, "wait", lambda self, buf: None)
+    inputs = random_inputs(Case(lengths=((1, 70), (1, 40))), jnp.bfloat16)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Rr]ace"):
+            jax.block_until_ready(attend(inputs, max_q_len=max_q_len))
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize(
