@@ -23,9 +23,8 @@ from paxkv.pallas_kernels.attention_cases import CASES, HEADS, Case
 from paxkv.slots import init_slots, requests_from_prompts
 from paxkv.steps import decode_loop
 
-# The one place that says whose kernels are compiled for which platform. "reference" compiles the
-# plain JAX that stands in where there is no kernel.
-IMPLEMENTATIONS = {"tpu": "reference", "cuda": "reference"}
+# Whose kernels are compiled for which platform.
+IMPLEMENTATIONS = {"tpu": "tpu", "cuda": "gpu"}
 
 _LONG = Case(lengths=((1, 131_072),) * 4, num_heads=32, num_kv_heads=8, head_dim=128)
 _BIG_CASES = {
