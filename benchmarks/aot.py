@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ class Job:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # trees of jax.ShapeDtypeStruct
     donated: tuple[int, ...] = ()  # arguments that the result replaces
-    # The shape that must not be copied. It lies row by row, as a kernel reads it: by default a TPU
-    # packs an array whose rows are no multiple of 128 otherwise, and copies it for each kernel.
-    pool: tuple[int, ...] | None = None
+    pool: tuple[int, ...] | None = None  # the shape that must not be copied
+    # Whether it is to lie row by row, as a kernel reads it. By default a TPU packs an array whose
+    # rows are no multiple of 128 otherwise, and copies it on its way into a program and out.
+    in_rows: bool = True
     setup: Callable[[Chip], None] | None = None  # what a peer needs before it is traced
 
 
@@ -60,7 +62,7 @@ def aot_python() -> str | None:
 def compile_all(
     chip: str, jobs: str, names: Iterable[str], *, wants_figures: bool = False
 ) -> dict[str, Compiled]:
-    """Compiles jobs for one chip.
+    """Compiles jobs for one chip, on all CPUs.
 
     Args:
         chip: A key of `CHIPS`.
@@ -68,7 +70,20 @@ def compile_all(
         names: Which of them.
         wants_figures: Whether registers or bundles are read too, which takes longer.
     """
-    left, results = list(names), {}
+    names = list(names)
+    num_processes = min(os.cpu_count() or 1, len(names))
+    with ThreadPoolExecutor(num_processes) as pool:
+        shares = [names[i::num_processes] for i in range(num_processes)]
+        done = pool.map(lambda share: _compile_share(chip, jobs, share, wants_figures), shares)
+        found = {name: result for results in done for name, result in results.items()}
+    return {name: found[name] for name in names}
+
+
+def _compile_share(
+    chip: str, jobs: str, names: list[str], wants_figures: bool
+) -> dict[str, Compiled]:
+    """Compiles in one process, and in another one what an abort has left."""
+    left, results = names, {}
     while left:
         done = _run(chip, jobs, left, wants_figures)
         results |= done

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -204,41 +205,46 @@ def _mover_job(mover: str, how: str, shape_name: str) -> Job:
     return Job(function=call, arguments=arguments, donated=(0,), pool=pool_shape)
 
 
-LOOP_NAMES = ["decode_loop"]
+LOOP_HEAD_DIMS = {"decode_loop": 128, "decode_loop_narrow_heads": 64}
+LOOP_NAMES = list(LOOP_HEAD_DIMS)
 _CONFIG = DecoderConfig(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8,
-    num_kv_heads=2, head_dim=128, max_position=4096, rms_norm_eps=1e-5, 
+    num_kv_heads=2, head_dim=128, max_position=4096, rms_norm_eps=1e-5,
     rope=RopeConfig(theta=1e4),
 )  # fmt: skip
 _NUM_SLOTS, _PAGE_SIZE, _NUM_PAGES = 8, 16, 2048
 
 
 def loop_jobs(chip: Chip) -> dict[str, Job]:
-    """The whole decode loop of a decoder of two layers in bfloat16."""
-    del chip
-    decoder = nnx.eval_shape(lambda: LlamaDecoder(_CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    cache = jax.eval_shape(
-        functools.partial(
-            init_cache, _CONFIG.layer_groups, num_slots=_NUM_SLOTS, max_length=1024,
-            num_pages=_NUM_PAGES, page_size=_PAGE_SIZE, dtype=jnp.bfloat16,
-        )
-    )  # fmt: skip
+    """The whole decode loop of decoders of two layers in bfloat16."""
+    return {name: _loop_job(chip, head_dim) for name, head_dim in LOOP_HEAD_DIMS.items()}
+
+
+def _loop_job(chip: Chip, head_dim: int) -> Job:
+    config = dataclasses.replace(_CONFIG, head_dim=head_dim)
+    decoder = nnx.eval_shape(lambda: LlamaDecoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    with mock.patch("jax.default_backend", return_value=chip.platform):  # whose page shape counts
+        cache = jax.eval_shape(
+            functools.partial(
+                init_cache, config.layer_groups, num_slots=_NUM_SLOTS, max_length=1024,
+                num_pages=_NUM_PAGES, page_size=_PAGE_SIZE, dtype=jnp.bfloat16,
+            )
+        )  # fmt: skip
     prompts = jax.ShapeDtypeStruct((_NUM_SLOTS, 512), jnp.int32)
     prompt_lens = jax.ShapeDtypeStruct((_NUM_SLOTS,), jnp.int32)
     slots = jax.eval_shape(
         lambda *prompts: init_slots(requests_from_prompts(*prompts, max_tokens=512)),
         prompts, prompt_lens,
     )  # fmt: skip
-    pool = (_NUM_PAGES, _CONFIG.num_kv_heads, _PAGE_SIZE, _CONFIG.head_dim)
-    assert math.prod(pool) > 2**22  # larger than all else there is
-    return {
-        "decode_loop": Job(
-            function=decode_loop,
-            arguments=(decoder, cache, slots, jax.ShapeDtypeStruct((), jnp.int32)),
-            donated=(1, 2),
-            pool=pool,
-        )
-    }
+    pool = cache[0][0].k_pages[0].shape
+    assert math.prod(pool) >= 2**22  # larger than all else there is
+    return Job(
+        function=decode_loop,
+        arguments=(decoder, cache, slots, jax.ShapeDtypeStruct((), jnp.int32)),
+        donated=(1, 2),
+        pool=pool,
+        in_rows=False,  # as it comes from `init_cache`
+    )
 
 
 def broken_jobs(chip: Chip) -> dict[str, Job]:

@@ -34,10 +34,6 @@ from benchmarks.aot_reports import (
 from benchmarks.chips import CHIPS, Chip
 
 
-def row_major(shape: tuple[int, ...]) -> Layout:
-    return Layout(tuple(range(len(shape))))
-
-
 def main() -> None:
     task, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     chip = CHIPS[task["chip"]]
@@ -85,14 +81,18 @@ def compile_job(name: str, job: Job, chip: Chip, device: Any, folder: Path) -> C
             if job.setup is not None:
                 job.setup(chip)
             sharding = SingleDeviceSharding(device)
+            rows = Format(Layout(tuple(range(len(job.pool or ())))), sharding)
+
+            def is_pool(x: Any) -> bool:
+                return job.in_rows and x.shape == job.pool
 
             def placed(x: Any) -> jax.ShapeDtypeStruct:
-                where = Format(row_major(x.shape), sharding) if x.shape == job.pool else sharding
+                where = rows if is_pool(x) else sharding
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
             arguments = jax.tree.map(placed, job.arguments)
             results = jax.tree.map(
-                lambda x: Format(row_major(x.shape), sharding) if x.shape == job.pool else None,
+                lambda x: rows if is_pool(x) else None,
                 jax.eval_shape(job.function, *job.arguments),
             )
             jitted = jax.jit(job.function, donate_argnums=job.donated, out_shardings=results)

@@ -8,6 +8,7 @@ import jax.core
 import numpy as np
 
 from paxkv.pallas_kernels.attention_checks import check_arguments
+from paxkv.pallas_kernels.layout import fill_heads
 from paxkv.pallas_kernels.per_platform import Function, per_platform
 from paxkv.pallas_kernels.reference import paged_attention_reference
 
@@ -60,7 +61,8 @@ def paged_attention(
         queries: `[T, N, H]`.
         new_keys: `[T, K, H]`; N is a multiple of K, and query head `h` reads KV head `h * K // N`.
         new_values: `[T, K, H]`.
-        key_pages: `[P, K, S, H]`. Donate it where you jit: the result takes its place.
+        key_pages: `[P, K, S, H]`, or with wider heads, whose further numbers are zeros, see
+            `layout.page_shape`. Donate it where you jit: the result takes its place.
         value_pages: `[P, K, S, H]`.
         block_tables: `i32[B, M]`, page ids in token order. Page 0 is the null page. Ids that name
             no page are refused if the arrays are concrete; within `jit` they are never read or
@@ -85,16 +87,21 @@ def paged_attention(
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
         window, soft_cap, sinks, max_q_len,
     )  # fmt: skip
+    head_dim, stored_dim = queries.shape[-1], key_pages.shape[-1]
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if head_dim < stored_dim:
+        queries, new_keys, new_values = (
+            fill_heads(x, stored_dim) for x in (queries, new_keys, new_values)
+        )
     arrays = (
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens
     )  # fmt: skip
     attend = _choose(implementation, queries, key_pages, interpret=interpret)
     out, lse, key_pages, value_pages = attend(
         *arrays, *([] if sinks is None else [sinks]),
-        scale=queries.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=window, soft_cap=soft_cap, max_q_len=max_q_len,
+        scale=scale, window=window, soft_cap=soft_cap, max_q_len=max_q_len,
     )  # fmt: skip
-    return PagedAttention(out, key_pages, value_pages, lse)
+    return PagedAttention(out[..., :head_dim], key_pages, value_pages, lse)
 
 
 def _choose(

@@ -29,7 +29,7 @@ def check_arguments(
         )
     num_kv_heads = key_pages.shape[1]
     check_heads(num_heads, num_kv_heads)
-    if key_pages.shape[3] != head_dim:
+    if key_pages.shape[3] < head_dim:
         raise ValueError(f"pages hold heads of {key_pages.shape[3]} numbers, queries of {head_dim}")
     new_shape = (num_rows, num_kv_heads, head_dim)
     if new_keys.shape != new_shape or new_values.shape != new_shape:

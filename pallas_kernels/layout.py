@@ -10,11 +10,24 @@ import jax.numpy as jnp
 from jax import lax
 
 NULL_PAGE = 0  # never handed out, so that an all-zero block table is valid
+_TPU_LANES = 128
 
 
 def page_shape(num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, int, int]:
-    """The shape of one page of one pool array, `[K, S, H]`."""
+    """The shape of one page of one pool array, `[K, S, H]`.
+
+    On TPUs heads are filled up with zeros to a multiple of 128 numbers. There a row takes that much
+    memory anyway, and XLA lays narrower ones out across pages, so that a program would copy the
+    pool on its way into the kernels' layout, and out.
+    """
+    if jax.default_backend() == "tpu":
+        head_dim = -(-head_dim // _TPU_LANES) * _TPU_LANES
     return num_kv_heads, page_size, head_dim
+
+
+def fill_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """Heads `[..., H]` with zeros behind them, up to `head_dim` numbers."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
 def page_size_of(pages: jax.Array) -> int:

@@ -82,6 +82,7 @@ def pages_from_dense(
 
     def write(pages: jax.Array, tokens: jax.Array) -> jax.Array:
         packed = tokens.reshape(num_slots * length, num_kv_heads, head_dim)
+        packed = layout.fill_heads(packed, pages.shape[-1])
         return movers.write_tokens(pages, page_ids, offsets, packed)
 
     return _replace_layer(
@@ -90,11 +91,18 @@ def pages_from_dense(
 
 
 def dense_from_pages(
-    pool: PagePool, table: BlockTable, layer: int, length: int
+    pool: PagePool, table: BlockTable, layer: int, length: int, *, head_dim: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The first `length` tokens of every slot as a dense cache of one layer.
 
         keys, values = dense_from_pages(pool, table, 0, length=20)  # [2, 20, 2, 4] each
+
+    Args:
+        pool: Where they are.
+        table: Says which pages hold a sequence's tokens, and how many tokens it has.
+        layer: Which of the pool's layers.
+        length: Tokens of each slot.
+        head_dim: `H`, where the pool's heads are filled up with zeros (see `layout.page_shape`).
 
     Returns:
         Keys and values, `[B, length, K, H]`. Tokens past a slot's length are zero, and so are
@@ -109,7 +117,7 @@ def dense_from_pages(
 
     def read(pages: jax.Array) -> jax.Array:
         tokens = layout.gather_pages(pages, page_ids, stop=stop)
-        return tokens.swapaxes(1, 2)[:, :length]
+        return tokens.swapaxes(1, 2)[:, :length, :, :head_dim]
 
     return read(pool.k_pages[layer]), read(pool.v_pages[layer])
 

@@ -11,7 +11,7 @@ import pytest
 from jax.extend import core as jex_core
 
 from helpers_attention import IMPLEMENTATIONS, SETTINGS
-from paxkv.pallas_kernels import layout, paged_attention, reference
+from paxkv.pallas_kernels import layout, paged_attention, reference, testing
 from paxkv.pallas_kernels.attention_cases import Case
 from paxkv.pallas_kernels.attention_inputs import Inputs, random_inputs
 
@@ -144,3 +144,21 @@ def test_no_index_of_a_huge_pool_overflows(implementation, max_q_len):
             touches.add(equation.primitive.name)
     assert num_pages <= longest < 2**31
     assert touches & {"gather", "scatter", "pallas_call"}
+
+
+@pytest.mark.parametrize("max_q_len", [None, 1])
+def test_pages_wider_than_heads_change_nothing(max_q_len):
+    """As a TPU stores them: zeros behind each head's numbers."""
+    inputs = random_inputs(DECODE, jnp.float32)
+    narrow = {name: inputs.arguments[name] for name in POOL}
+    wide = {name: layout.fill_heads(pages, 128) for name, pages in narrow.items()}
+    attend = jax.jit(paged_attention, static_argnames=SETTINGS)
+    right = attend(**inputs.arguments, max_q_len=max_q_len)
+    found = attend(**(inputs.arguments | wide), max_q_len=max_q_len)
+    assert found.out.shape == right.out.shape
+    testing.assert_close(found.out, right.out, jnp.float32)
+    testing.assert_close(found.log_sum_exp, right.log_sum_exp, jnp.float32)
+    for name in POOL:
+        pages = getattr(found, name)
+        testing.assert_same_bits(pages[..., : DECODE.head_dim], getattr(right, name), name)
+        assert not jnp.nan_to_num(pages[..., DECODE.head_dim :]).any()

@@ -155,3 +155,16 @@ def test_memory_for_less_than_two_pages_is_refused_with_the_arithmetic():
     )
     with pytest.raises(ValueError, match=message):
         num_pages_for(131071, (FULL,), page_size=16, dtype=jnp.bfloat16)
+
+
+def test_heads_that_a_tpu_fills_up_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    table = table_with(9, max_pages=3, num_pages=4, page_size=4)
+    keys, values = dense(0, 1, 9), dense(1, 1, 9)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    pool = init_page_pool(1, 4, KV_HEADS, 4, HEAD_DIM, jnp.float32)
+    assert pool.k_pages[0].shape == (4, KV_HEADS, 4, 128)
+    pool = page_pool.pages_from_dense(pool, table, 0, keys, values)
+    assert not pool.k_pages[0][..., HEAD_DIM:].any()
+    found = page_pool.dense_from_pages(pool, table, 0, 9, head_dim=HEAD_DIM)
+    for returned, given in zip(found, (keys, values), strict=True):
+        np.testing.assert_array_equal(returned, given)
