@@ -89,7 +89,7 @@ def _small_cases() -> dict[str, Case]:
         cases |= _around_a_page(page_size)
     for num_heads, num_kv_heads in HEADS:
         cases[f"heads_{num_heads}_{num_kv_heads}"] = Case(
-            lengths=((5, 18), (1, 29), (12, 12)), num_heads=num_heads, num_kv_heads=num_kv_heads
+            lengths=((5, 18), (1, 29)), num_heads=num_heads, num_kv_heads=num_kv_heads
         )
     for head_dim in HEAD_DIMS:
         cases[f"head_dim_{head_dim}"] = Case(lengths=((5, 18), (1, 29)), head_dim=head_dim)

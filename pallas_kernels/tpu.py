@@ -8,9 +8,6 @@ from paxkv.pallas_kernels.tpu_decode import paged_decode_tpu
 from paxkv.pallas_kernels.tpu_mixed import paged_mixed_tpu
 from paxkv.pallas_kernels.tpu_tiles import bytes_per_token, chip_traced_for
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-
 
 def paged_attention_tpu(
     queries: jax.Array,
@@ -67,20 +64,12 @@ def paged_attention_tpu(
 
 
 def tpu_refusal(queries: jax.Array, key_pages: jax.Array) -> str | None:
-    """Why no kernel for TPU serves such a call, or None if one does."""
-    num_heads = queries.shape[1]
-    _, num_kv_heads, page_size, head_dim = key_pages.shape
+    """Why no kernel for TPU serves such dtypes or such large pages, or None if one does."""
     if queries.dtype != key_pages.dtype:
         return f"queries are {queries.dtype} and pages {key_pages.dtype}: cast one to the other"
     if key_pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"TPUs have no {key_pages.dtype} registers: keep the pool in bfloat16 or float32"
-    if page_size not in PAGE_SIZES:
-        return f"page_size is {page_size}, not a power of two from 8 to 256"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim is {head_dim}, not one of {HEAD_DIMS}: pad heads with zeros to one"
-    if num_heads > 16 * num_kv_heads:
-        return f"{num_heads} query heads share {num_kv_heads} KV heads; at most 16 can share one"
-    page_bytes = page_size * bytes_per_token(key_pages)
+    page_bytes = key_pages.shape[2] * bytes_per_token(key_pages)
     vmem_bytes = chip_traced_for().usable_vmem_bytes
     if 2 * page_bytes > vmem_bytes // 2:
         return (

@@ -1,27 +1,96 @@
-"""Calls of `paged_attention` on test inputs, compiled once per shape for all test files."""
+"""Calls of `paged_attention` on test inputs, compiled once per shape for all test files.
+
+Kernels run interpreted, where a data race raises an error, in tiles so small and on so few
+multiprocessors that even short sequences fill rings more than once and are split among programs.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from paxkv.pallas_kernels import PagedAttention, paged_attention
+from paxkv.pallas_kernels import PagedAttention, paged_attention, tpu_decode, tpu_mixed
 from paxkv.pallas_kernels.attention_inputs import Inputs
+from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
+from paxkv.pallas_kernels.gpu_hopper import paged_attention_hopper
+from paxkv.pallas_kernels.tpu import paged_attention_tpu
+from paxkv.pallas_kernels.tpu_tiles import Chip
 
-IMPLEMENTATIONS = ("reference",)
+KERNELS = ("tpu", "hopper", "ampere")
+IMPLEMENTATIONS = ("reference", *KERNELS)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 SETTINGS = ("scale", "window", "soft_cap", "max_q_len", "implementation")
+KERNEL_SETTINGS = ("scale", "window", "soft_cap", "max_q_len")
+# Compiling is nearly all that these tests do: what is not float32, whose tolerance is narrow, or
+# is interpreted leaves LLVM's optimisations out.
+QUICK = {"xla_backend_optimization_level": 0}
 
 paged_attention_jit = jax.jit(paged_attention, static_argnames=SETTINGS)
-# Compiling is nearly all that these tests do: 16-bit types, whose tolerance is wide, leave LLVM's
-# optimisations out.
 paged_attention_quick_jit = jax.jit(
-    paged_attention,
-    static_argnames=SETTINGS,
-    compiler_options={"xla_backend_optimization_level": 0},
+    paged_attention, static_argnames=SETTINGS, compiler_options=QUICK
 )
+
+
+def interpreted(kernel: Callable[..., tuple[jax.Array, ...]], **options) -> Callable[..., tuple]:
+    """A kernel compiled for the interpreter, with some options of its own."""
+    return jax.jit(
+        functools.partial(kernel, interpret=True, **options),
+        static_argnames=KERNEL_SETTINGS,
+        compiler_options=QUICK,
+    )
+
+
+def exact_dtype(implementation: str) -> str:
+    """The most exact dtype that an implementation takes: GPU kernels take 16 bit only."""
+    return "float32" if implementation in ("reference", "tpu") else "bfloat16"
+
+
+@contextlib.contextmanager
+def small_tpu_tiles() -> Iterator[None]:
+    """Has TPU kernels traced for two cores, in tiles of 32 tokens and 128 rows of queries."""
+
+    def tile_pages(_chip, key_pages, _max_pages):
+        return max(1, 32 // key_pages.shape[2])
+
+    def tile_queries(_num_rows, _num_kv_heads, group, _head_dim):
+        return max(1, 128 // group)
+
+    with (
+        mock.patch.multiple(
+            tpu_decode,
+            chip_traced_for=lambda: Chip("", 2, 64 * 2**20),
+            decode_tile_pages=tile_pages,
+        ),
+        mock.patch.multiple(
+            tpu_mixed, prefill_tile_pages=tile_pages, prefill_tile_queries=tile_queries
+        ),
+    ):
+        yield
+
+
+INTERPRETED = {
+    "tpu": small_tpu_tiles()(interpreted(paged_attention_tpu)),
+    "hopper": interpreted(paged_attention_hopper, num_multiprocessors=3),
+    "ampere": interpreted(paged_attention_ampere),  # it takes 4 multiprocessors where interpreted
+}
 
 
 def attend(implementation: str, inputs: Inputs, **changes) -> PagedAttention:
     """The call on `inputs`, with some arguments or settings changed."""
     arguments = {**inputs.arguments, **inputs.settings, **changes}
-    call = paged_attention_jit if inputs.dtype == jnp.float32 else paged_attention_quick_jit
-    return call(**arguments, implementation=implementation)
+    if implementation == "reference":
+        call = paged_attention_jit if inputs.dtype == jnp.float32 else paged_attention_quick_jit
+        return call(**arguments, implementation=implementation)
+    return attend_interpreted(INTERPRETED[implementation], inputs, **changes)
+
+
+def attend_interpreted(call: Callable[..., tuple], inputs: Inputs, **changes) -> PagedAttention:
+    """What `attend` does with a kernel of the caller's making, see `interpreted`."""
+    arguments = {"sinks": None, "max_q_len": None, **inputs.arguments, **inputs.settings, **changes}
+    if arguments["scale"] is None:
+        arguments["scale"] = inputs.case.head_dim**-0.5
+    out, lse, key_pages, value_pages = call(**arguments)
+    return PagedAttention(out, key_pages, value_pages, lse)

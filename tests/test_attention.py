@@ -1,6 +1,12 @@
-"""What every implementation of paged attention must do, on the same named cases."""
+"""What every implementation of paged attention must do, on the same named cases.
+
+Each test lists which implementations and dtypes it runs: the reference all that the test is for,
+interpreted kernels, which take seconds a call, what takes different ways through them.
+"""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_attention import DTYPES, IMPLEMENTATIONS, attend
+from helpers_attention import DTYPES, IMPLEMENTATIONS, KERNELS, attend, exact_dtype
 from paxkv.pallas_kernels import NULL_PAGE
 from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, SMALL_CASES, Case
 from paxkv.pallas_kernels.attention_inputs import Inputs, pack_inputs, random_inputs
@@ -24,13 +30,52 @@ from paxkv.pallas_kernels.testing import (
 
 # What differs between the two 16-bit types is range and rounding, not shapes.
 FLOAT16_CASES = {"decode_all_settings", "mixed_all_settings", "decode_list", "mixed_list"}
-NAMED = [
-    (name, dtype)
+REFERENCE_CASES = [
+    ("reference", name, dtype)
     for name in CASES
     for dtype in DTYPES
     if dtype != "float16" or name in FLOAT16_CASES
 ]
-TWO_DTYPES = ("float32", "bfloat16")
+# Kernels leave out what another test or case of theirs covers, and pages that they do not take.
+HEAD_MAPS = ((28, 4), (14, 2), (12, 4), (40, 8), (8, 8), (8, 1))
+COVERED_CASES = {
+    *(f"heads_{num_heads}_{num_kv_heads}" for num_heads, num_kv_heads in HEAD_MAPS),
+    *(f"{kind}_{setting}" for kind in ("decode", "mixed") for setting in ("scale", "window_5")),
+}
+KERNEL_CASES = [
+    *(
+        (kernel, name, "bfloat16")
+        for kernel in KERNELS
+        for name, case in SMALL_CASES.items()
+        if case.page_size >= 8 and name not in COVERED_CASES
+    ),
+    # TPU kernels write float32 in other numbers of rows, and read it in other registers.
+    *(
+        ("tpu", name, "float32")
+        for name in ("decode_all_settings", "decode_page_8", "mixed_all_settings", "chunks_page_16")
+    ),
+    *((kernel, "mixed_all_settings", "float16") for kernel in ("hopper", "ampere")),
+]
+UNBOUNDED_DECODE_CASES = [
+    *(run for run in REFERENCE_CASES if run[1] in SMALL_CASES and CASES[run[1]].is_decode),
+    *(
+        (kernel, name, "bfloat16")
+        for kernel in KERNELS
+        for name in ("decode_plain", "decode_sinks")
+    ),
+]
+
+# The reference in two dtypes, kernels in the more exact that they take.
+EXACT = [(name, exact_dtype(name)) for name in IMPLEMENTATIONS]
+TWO_DTYPES = [("reference", "bfloat16"), *EXACT]
+# As the named cases, so that kernels are not compiled anew.
+AS_COMPILED = [("reference", "float32"), *((name, "bfloat16") for name in IMPLEMENTATIONS)]
+
+
+def runs(dtypes: list[tuple], reference: Iterable, kernels: Iterable) -> list[tuple]:
+    """Parameters of a test: an implementation, its dtype, and what of a list it runs with."""
+    more = dict.fromkeys(KERNELS, kernels) | {"reference": reference}
+    return [(name, dtype, what) for name, dtype in dtypes for what in more[name]]
 
 
 def one_hot_inputs(case: Case, dtype: str) -> Inputs:
@@ -93,15 +138,17 @@ def attend_in_steps(
     return [np.concatenate(rows_out) for rows_out in outputs]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestPagedAttention:
-    @pytest.mark.parametrize(("name", "dtype"), NAMED)
+    @pytest.mark.parametrize(("implementation", "name", "dtype"), REFERENCE_CASES + KERNEL_CASES)
     def test_case_matches_dense_attention(self, implementation, name, dtype):
         inputs = random_inputs(CASES[name], DTYPES[dtype])
-        if inputs.case.is_decode:
-            assert_right(inputs, attend(implementation, inputs, max_q_len=1))
-        if not inputs.case.is_decode or name in SMALL_CASES:
-            assert_right(inputs, attend(implementation, inputs))
+        max_q_len = 1 if inputs.case.is_decode else None
+        assert_right(inputs, attend(implementation, inputs, max_q_len=max_q_len))
+
+    @pytest.mark.parametrize(("implementation", "name", "dtype"), UNBOUNDED_DECODE_CASES)
+    def test_decode_without_a_bound_on_rows_matches_too(self, implementation, name, dtype):
+        inputs = random_inputs(CASES[name], DTYPES[dtype])
+        assert_right(inputs, attend(implementation, inputs))
 
     @settings(max_examples=40)
     @given(
@@ -114,25 +161,29 @@ class TestPagedAttention:
         window=st.sampled_from([None, 7]),
         seed=st.integers(0, 2**32 - 1),
     )
-    def test_any_lengths_match_dense_attention(
-        self, implementation, lengths, page_size, window, seed
-    ):
+    def test_any_lengths_match_dense_attention(self, lengths, page_size, window, seed):
         lengths = (*lengths, *[(0, 0)] * (5 - len(lengths)))
         case = Case(
             lengths=lengths, page_size=page_size, window=window,
             num_rows=64, max_pages=72 // page_size + 1, num_pages=5 * (72 // page_size + 1) + 1,
         )  # fmt: skip
         inputs = random_inputs(case, jnp.float32, seed)
-        assert_right(inputs, attend(implementation, inputs))
+        assert_right(inputs, attend("reference", inputs))
         if case.is_decode:
-            assert_right(inputs, attend(implementation, inputs, max_q_len=1))
+            assert_right(inputs, attend("reference", inputs, max_q_len=1))
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
-    @pytest.mark.parametrize("page_size", PAGE_SIZES)
-    @pytest.mark.parametrize("q_len", [1, 8])
+    @pytest.mark.parametrize(
+        ("implementation", "dtype", "page_size_and_q_len"),
+        runs(
+            TWO_DTYPES,
+            reference=list(itertools.product(PAGE_SIZES, [1, 8])),
+            kernels=[(8, 1), (16, 8), (128, 8), (256, 1)],
+        ),
+    )
     def test_page_size_and_lengths_off_the_tile_change_nothing(
-        self, implementation, page_size, dtype, q_len
+        self, implementation, dtype, page_size_and_q_len
     ):
+        page_size, q_len = page_size_and_q_len
         case = Case(
             lengths=((q_len, 9), (q_len, 100), (q_len, 192)), num_heads=14, num_kv_heads=2,
             page_size=page_size,
@@ -145,29 +196,36 @@ class TestPagedAttention:
             for found, first in zip(result, results[0], strict=True):
                 assert_same_bits(found, first)
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEAD_MAPS)
     @pytest.mark.parametrize(
-        ("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (12, 4), (40, 8), (8, 8), (8, 1)]
+        ("implementation", "dtype", "max_q_len"),
+        # The cases named after heads are of several rows a sequence.
+        runs(TWO_DTYPES, reference=[None, 1], kernels=[1]),
     )
-    def test_query_head_reads_its_kv_head(self, implementation, num_heads, num_kv_heads, dtype):
-        case = CASES[f"heads_{num_heads}_{num_kv_heads}"]
+    def test_query_head_reads_its_kv_head(
+        self, implementation, dtype, max_q_len, num_heads, num_kv_heads
+    ):
+        case = Case(
+            lengths=((max_q_len or 5, 18), (1, 29)), num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
         zeros = one_hot_inputs(case, dtype)
         values = [np.empty_like(x) for x in zeros.values]
         for x in values:
             x[:] = np.arange(num_kv_heads)[:, None]
         inputs = pack_inputs(case, zeros.queries, zeros.keys, values, zeros.dtype)
-        result = attend(implementation, inputs)
+        result = attend(implementation, inputs, max_q_len=max_q_len)
         assert_right(inputs, result)
         for slot in range(len(case.lengths)):
             found = rows_of(inputs, result.out, slot)
             head = np.arange(num_heads)[:, None] * num_kv_heads // num_heads
             np.testing.assert_array_equal(np.rint(found), np.broadcast_to(head, found.shape))
 
-    def test_window_counts_the_query_itself(self, implementation):
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_window_counts_the_query_itself(self, implementation, dtype):
         case = Case(
             lengths=((10, 10),), window=4, page_size=8, num_rows=12, max_pages=4, num_pages=8
         )
-        inputs = one_hot_inputs(case, "float32")
+        inputs = one_hot_inputs(case, dtype)
         in_steps = {
             "at once": attend_in_steps(implementation, inputs, [[10]]),
             "in chunks": attend_in_steps(implementation, inputs, [[3], [3], [3], [1]]),
@@ -178,34 +236,38 @@ class TestPagedAttention:
         np.testing.assert_array_equal(right[9], [0] * 6 + [0.25] * 4)
         for (weights,) in in_steps.values():
             for head in range(case.num_heads):
-                assert_close(weights[:, head, :10], right, jnp.float32)
+                assert_close(weights[:, head, :10], right, inputs.dtype)
                 assert not weights[:, head, 10:].any()
 
-    @pytest.mark.parametrize("window", [10, 100])
-    def test_window_as_long_as_the_sequence_hides_nothing(self, implementation, window):
+    @pytest.mark.parametrize(
+        ("implementation", "dtype", "window"), runs(EXACT, reference=[10, 100], kernels=[10])
+    )
+    def test_window_as_long_as_the_sequence_hides_nothing(self, implementation, dtype, window):
         case = Case(lengths=((10, 10),), num_rows=12, page_size=8, max_pages=4, num_pages=8)
-        full = random_inputs(case, jnp.float32)
+        full = random_inputs(case, DTYPES[dtype])
         assert_right(full, attend(implementation, full, window=window))
         steps = [[1]] * 10
         (by_decode,) = attend_in_steps(implementation, full, steps, max_q_len=1, window=window)
-        assert_close(by_decode, right_result(full)[0][:10], jnp.float32)
+        assert_close(by_decode, right_result(full)[0][:10], full.dtype)
 
-    def test_causal_mask_is_aligned_at_the_end(self, implementation):
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_causal_mask_is_aligned_at_the_end(self, implementation, dtype):
         case = Case(lengths=((4, 8), (1, 5), (3, 8), (3, 5), (3, 3)))
-        inputs = one_hot_inputs(case, "float32")
+        inputs = one_hot_inputs(case, dtype)
         result = attend(implementation, inputs)
         assert_right(inputs, result)
-        alone = one_hot_inputs(Case(lengths=((1, 5),)), "float32")
+        alone = one_hot_inputs(Case(lengths=((1, 5),)), dtype)
         assert_right(alone, attend(implementation, alone, max_q_len=1))
         for slot, (q_len, kv_len) in enumerate(case.lengths):
             weights = rows_of(inputs, result.out, slot)[:, 0, :kv_len]
             for row, seen in zip(weights, range(kv_len - q_len + 1, kv_len + 1), strict=True):
-                assert_close(row, np.where(np.arange(kv_len) < seen, 1 / seen, 0), jnp.float32)
+                assert_close(row, np.where(np.arange(kv_len) < seen, 1 / seen, 0), inputs.dtype)
 
     @pytest.mark.parametrize(
-        ("soft_cap", "dtype"), [(50.0, "float32"), (50.0, "bfloat16"), (None, "float32")]
+        ("implementation", "dtype", "soft_cap"),
+        runs(TWO_DTYPES, reference=[50.0, None], kernels=[50.0]),
     )
-    def test_soft_cap_comes_after_scale_and_before_mask(self, implementation, soft_cap, dtype):
+    def test_soft_cap_comes_after_scale_and_before_mask(self, implementation, dtype, soft_cap):
         case = Case(
             lengths=((3, 3),), scale=0.5, soft_cap=soft_cap,
             num_rows=4, max_pages=2, num_pages=4,
@@ -225,7 +287,7 @@ class TestPagedAttention:
             assert np.abs(weights[:, :2] - right).max() <= max(1e-4, tolerance(DTYPES[dtype]))
             assert not weights[:, 2:].any()
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
+    @pytest.mark.parametrize(("implementation", "dtype"), TWO_DTYPES)
     def test_chunks_agree_with_one_prefill(self, implementation, dtype):
         case = Case(lengths=((40, 40), (17, 17)), page_size=8, window=21)
         inputs = random_inputs(case, DTYPES[dtype])
@@ -235,9 +297,11 @@ class TestPagedAttention:
         for slot, found in enumerate(chunked):
             assert_close(found, rows_of(inputs, out, slot), inputs.dtype)
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
-    @pytest.mark.parametrize("has_sinks", [False, True])
-    def test_halves_merge_by_log_sum_exp(self, implementation, has_sinks, dtype):
+    @pytest.mark.parametrize(
+        ("implementation", "dtype", "has_sinks"),
+        runs(TWO_DTYPES, reference=[False, True], kernels=[True]),
+    )
+    def test_halves_merge_by_log_sum_exp(self, implementation, dtype, has_sinks):
         lengths = ((1, 40), (1, 33), (1, 2), (1, 17))
         case = Case(lengths=lengths, num_rows=6, max_pages=5, num_pages=20)
         whole = random_inputs(case, DTYPES[dtype])
@@ -266,28 +330,33 @@ class TestPagedAttention:
         assert_close(lse, np.asarray(result.log_sum_exp[rows], np.float64), whole.dtype)
 
     @pytest.mark.parametrize("columns", [[1], [2], [0, 1, 2]])
-    def test_ids_that_name_no_page_are_never_read_or_written(self, implementation, columns):
-        case = Case(lengths=((3, 21),) * 6, page_size=8, num_pages=20)
-        inputs = random_inputs(case, jnp.float32)
+    @pytest.mark.parametrize("q_len", [1, 3])
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_ids_that_name_no_page_are_never_read_or_written(
+        self, implementation, dtype, q_len, columns
+    ):
+        case = Case(lengths=((q_len, 21),) * 6, page_size=8, num_pages=20)
+        inputs = random_inputs(case, DTYPES[dtype])
         wrong = np.array([20, 21, -1, -(2**31), 2**31 - 1, NULL_PAGE], np.int32)
         tables, known = np.array(inputs.arguments["block_tables"]), inputs.tables.copy()
         tables[:, columns], known[:, columns] = wrong[:, None], NULL_PAGE
         # What stood in those pages is there still: were they read, it would show as a number.
-        result = attend(implementation, inputs, block_tables=jnp.asarray(tables))
+        result = attend(implementation, inputs, block_tables=jnp.asarray(tables), max_q_len=q_len)
         is_stored = ~np.isin(np.arange(21) // 8, columns)
         for slot in range(6):
             out, lse = dense_attention(
                 inputs.queries[slot], inputs.keys[slot], inputs.values[slot], is_stored=is_stored
             )
-            assert_close(rows_of(inputs, result.out, slot), out, jnp.float32)
-            assert_close(rows_of(inputs, result.log_sum_exp, slot), lse, jnp.float32)
+            assert_close(rows_of(inputs, result.out, slot), out, inputs.dtype)
+            assert_close(rows_of(inputs, result.log_sum_exp, slot), lse, inputs.dtype)
         pools = right_pages(dataclasses.replace(inputs, tables=known))
         for found, right in zip((result.key_pages, result.value_pages), pools, strict=True):
             assert_same_bits(found, right)
 
-    def test_row_used_again_ignores_what_it_held(self, implementation):
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_row_used_again_ignores_what_it_held(self, implementation, dtype):
         case = Case(lengths=((1, 3),), max_pages=4, num_pages=9)
-        inputs = random_inputs(case, jnp.float32)
+        inputs = random_inputs(case, DTYPES[dtype])
         (page,) = inputs.tables[inputs.tables != NULL_PAGE]
         others = [other for other in range(1, 9) if other != page][:3]  # NaN, all of them
         tables = jnp.asarray([[page, *others]], jnp.int32)
@@ -295,9 +364,9 @@ class TestPagedAttention:
             result = attend(implementation, inputs, block_tables=tables, max_q_len=max_q_len)
             assert_right(inputs, result)
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
     @pytest.mark.parametrize("name", ["mixed_plain", "decode_plain", "mixed_all_settings"])
-    def test_unused_memory_changes_no_bit(self, implementation, name, dtype):
+    @pytest.mark.parametrize(("implementation", "dtype"), AS_COMPILED)
+    def test_unused_memory_changes_no_bit(self, implementation, dtype, name):
         inputs = random_inputs(CASES[name], DTYPES[dtype])
         clean = {
             name: jnp.where(jnp.isnan(x), jnp.asarray(7, x.dtype), x)
@@ -311,9 +380,9 @@ class TestPagedAttention:
         for field in ("out", "log_sum_exp"):
             assert_same_bits(getattr(poisoned, field), getattr(unpoisoned, field), field)
 
-    @pytest.mark.parametrize("dtype", TWO_DTYPES)
     @pytest.mark.parametrize("q_len", [1, 3])
-    def test_row_does_not_depend_on_its_neighbours(self, implementation, q_len, dtype):
+    @pytest.mark.parametrize(("implementation", "dtype"), TWO_DTYPES)
+    def test_row_does_not_depend_on_its_neighbours(self, implementation, dtype, q_len):
         max_q_len = 1 if q_len == 1 else None
         kv_lens = [9, 5, 12]
         case = Case(lengths=(), num_rows=10, max_pages=3, num_pages=8, page_size=8)
@@ -337,6 +406,7 @@ class TestPagedAttention:
         for other in (rows_among(0, [0]), rows_among(2, [1, 2, 0])):
             assert_close(other, fixed.astype(np.float64), DTYPES[dtype])
 
-    def test_bound_on_rows_changes_nothing(self, implementation):
-        inputs = random_inputs(CASES["mixed_plain"], jnp.float32)
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_bound_on_rows_changes_nothing(self, implementation, dtype):
+        inputs = random_inputs(CASES["mixed_plain"], DTYPES[dtype])
         assert_right(inputs, attend(implementation, inputs, max_q_len=20))

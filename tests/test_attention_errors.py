@@ -1,5 +1,6 @@
 """What paged attention refuses, and that the message says what was found and what would do."""
 
+import dataclasses
 import re
 
 import jax
@@ -46,7 +47,10 @@ def integers(*numbers) -> jax.Array:
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"soft_cap": float("nan")}, "soft_cap=nan must be above 0"),
         ({"max_q_len": 0}, "max_q_len=0 must be at least 1"),
-        ({"implementation": "triton"}, "implementation='triton' is not one of"),
+        (
+            {"implementation": "triton"},
+            "implementation='triton' is not one of 'reference', 'tpu', 'gpu' or None",
+        ),
         ({"kv_lens": integers(20, -1)}, "between 0 and 48 (pages per row x page size), found -1"),
         ({"kv_lens": integers(49, 5)}, "between 0 and 48 (pages per row x page size), found 5 to"),
         ({"cu_q_lens": integers(1, 3, 4)}, "must start at 0, not fall, and end by the 7 rows"),
@@ -65,6 +69,46 @@ def integers(*numbers) -> jax.Array:
 def test_call_that_does_not_fit_is_refused_with_the_numbers(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         paged_attention(**{**INPUTS.arguments, **INPUTS.settings, **changes})
+
+
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "does not run on cpu: leave the choice to the platform, or set interpret=True"),
+        ({"page_size": 4}, "pages hold 4 tokens; it takes one of (8, 16, 32, 64, 128, 256)"),
+        ({"page_size": 24}, "pages hold 24 tokens; it takes one of (8, 16, 32, 64, 128, 256)"),
+        ({"page_size": 512}, "pages hold 512 tokens; it takes one of (8, 16, 32, 64, 128, 256)"),
+        ({"head_dim": 72}, "heads have 72 numbers; it takes one of (64, 80, 96, 128, 256)"),
+        (
+            {"num_heads": 32, "num_kv_heads": 1},
+            "32 query heads share a KV head; it takes up to 16",
+        ),
+        ({"num_heads": 17, "num_kv_heads": 1}, "17 query heads share a KV head"),
+    ],
+)
+def test_named_kernel_works_or_says_what_it_takes(implementation, changes, message):
+    case = dataclasses.replace(INPUTS.case, max_pages=None, num_pages=None, **changes)
+    inputs = random_inputs(case, jnp.bfloat16)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        paged_attention(**inputs.arguments, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "message"),
+    [
+        ("gpu", jnp.float32, "found float32, which tensor cores would round to TF32"),
+        (
+            "tpu",
+            jnp.float16,
+            "TPUs have no float16 registers: keep the pool in bfloat16 or float32",
+        ),
+    ],
+)
+def test_named_kernel_refuses_a_dtype_with_the_reason(implementation, dtype, message):
+    inputs = random_inputs(INPUTS.case, dtype)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        paged_attention(**inputs.arguments, implementation=implementation)
 
 
 def test_ids_past_the_length_are_not_refused():

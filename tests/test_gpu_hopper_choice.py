@@ -10,45 +10,26 @@ from paxkv.pallas_kernels.attention_inputs import random_inputs
 from paxkv.pallas_kernels.testing import assert_right
 
 
-def shapes(
-    *, head_dim: int = 128, page_size: int = 16, num_heads: int = 8, dtype=jnp.bfloat16
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    return (
-        jax.ShapeDtypeStruct((3, num_heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((9, 1, page_size, head_dim), dtype),
-    )
-
-
 class TestGpuRefusal:
-    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-    @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-    def test_kernel_takes_what_the_contract_names(self, head_dim, page_size, dtype):
-        for num_heads in (1, 3, 16):
-            made = shapes(head_dim=head_dim, page_size=page_size, dtype=dtype, num_heads=num_heads)
-            assert gpu.gpu_refusal(*made) is None
+    def test_kernel_takes_16_bit(self, dtype):
+        assert (
+            gpu.gpu_refusal(jnp.empty((3, 8, 128), dtype), jnp.empty((9, 1, 16, 128), dtype))
+            is None
+        )
 
     @pytest.mark.parametrize(
-        ("change", "found"),
+        ("dtype", "pages_dtype", "found"),
         [
-            ({"head_dim": 72}, "found 72"),
-            ({"page_size": 4}, "found 4"),
-            ({"page_size": 24}, "found 24"),
-            ({"page_size": 512}, "found 512"),
-            ({"num_heads": 17}, "found 17"),
-            ({"dtype": jnp.float32}, "found float32"),
-            ({"dtype": jnp.int8}, "found int8 and int8"),
+            (jnp.float32, jnp.float32, "found float32"),
+            (jnp.bfloat16, jnp.float32, "found float32"),
+            (jnp.int8, jnp.int8, "found int8 and int8"),
+            (jnp.bfloat16, jnp.float16, "found bfloat16 and float16"),
         ],
     )
-    def test_reason_gives_what_was_found(self, change, found):
-        reason = gpu.gpu_refusal(*shapes(**change))
-        assert reason is not None
-        assert found in reason
-
-    def test_mixed_dtypes_are_refused(self):
-        queries, _ = shapes()
-        _, pages = shapes(dtype=jnp.float16)
-        assert "found bfloat16 and float16" in str(gpu.gpu_refusal(queries, pages))
+    def test_reason_gives_what_was_found(self, dtype, pages_dtype, found):
+        queries, pages = jnp.empty((3, 8, 128), dtype), jnp.empty((9, 1, 16, 128), pages_dtype)
+        assert found in str(gpu.gpu_refusal(queries, pages))
 
 
 class TestPagedAttentionGpu:
