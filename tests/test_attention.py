@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers_attention import DTYPES, IMPLEMENTATIONS, KERNELS, attend, exact_dtype
-from paxkv.pallas_kernels import NULL_PAGE
+from paxkv.pallas_kernels import NULL_PAGE, gpu, paged_attention
 from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, SMALL_CASES, Case
 from paxkv.pallas_kernels.attention_inputs import Inputs, pack_inputs, random_inputs
 from paxkv.pallas_kernels.testing import (
@@ -49,7 +49,7 @@ KERNEL_CASES = [
         for name, case in SMALL_CASES.items()
         if case.page_size >= 8 and name not in COVERED_CASES
     ),
-    # TPU kernels write float32 in other numbers of rows, and read it in other registers.
+    # What is written at once on TPU is 8 rows of float32 and 16 of bfloat16.
     *(
         ("tpu", name, "float32")
         for name in ("decode_all_settings", "decode_page_8", "mixed_all_settings", "chunks_page_16")
@@ -410,3 +410,13 @@ class TestPagedAttention:
     def test_bound_on_rows_changes_nothing(self, implementation, dtype):
         inputs = random_inputs(CASES["mixed_plain"], DTYPES[dtype])
         assert_right(inputs, attend(implementation, inputs, max_q_len=20))
+
+    @pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+    def test_public_call_runs_a_named_kernel_interpreted(self, implementation, monkeypatch):
+        # Hopper's would split the work for 132 multiprocessors.
+        monkeypatch.setattr(gpu, "compute_capability", lambda: (8, 0))
+        inputs = random_inputs(Case(lengths=((1, 18), (1, 5))), jnp.bfloat16)
+        result = paged_attention(
+            **inputs.arguments, max_q_len=1, implementation=implementation, interpret=True
+        )
+        assert_right(inputs, result)
