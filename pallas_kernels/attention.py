@@ -1,14 +1,14 @@
 """Attention over a paged KV cache: one call for prefill, chunks of prefill and decode."""
 
 import functools
-from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.core
 import numpy as np
-from jax import lax
 
+from paxkv.pallas_kernels.attention_checks import check_arguments
+from paxkv.pallas_kernels.per_platform import Function, per_platform
 from paxkv.pallas_kernels.reference import paged_attention_reference
 
 type Implementation = Literal["reference", "tpu", "gpu"]
@@ -81,20 +81,19 @@ def paged_attention(
         ValueError: Shapes or settings do not fit, or the named implementation does not serve
             them; the message says which and what would.
     """
-    _check(
+    check_arguments(
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
         window, soft_cap, sinks, max_q_len,
     )  # fmt: skip
     arrays = (
-        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
-        sinks,
+        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens
     )  # fmt: skip
-    attend = functools.partial(
-        _choose(implementation, queries, key_pages, interpret=interpret),
-        scale=queries.shape[-1] ** -0.5 if scale is None else scale,
+    attend = _choose(implementation, queries, key_pages, interpret=interpret)
+    out, lse, key_pages, value_pages = attend(
+        *arrays, *([] if sinks is None else [sinks]),
+        scale=queries.shape[-1] ** -0.5 if scale is None else float(scale),
         window=window, soft_cap=soft_cap, max_q_len=max_q_len,
     )  # fmt: skip
-    out, lse, key_pages, value_pages = attend(*arrays)
     return PagedAttention(out, key_pages, value_pages, lse)
 
 
@@ -104,26 +103,10 @@ def _choose(
     key_pages: jax.Array,
     *,
     interpret: bool,
-) -> Callable[..., tuple[jax.Array, ...]]:
+) -> Function:
     """The implementation that is named, or one that is settled when the program is lowered."""
     if implementation is None:
-        served = {
-            "tpu" if name == "tpu" else "cuda": name
-            for name in ("tpu", "gpu")
-            if _refusal(name, queries, key_pages) is None
-        }
-        if not served:
-            return _reference
-
-        def by_platform(*arrays: jax.Array, **settings) -> tuple[jax.Array, ...]:
-            branches = {
-                platform: functools.partial(_kernel, implementation=name, **settings)
-                for platform, name in served.items()
-            }
-            default = functools.partial(_reference, **settings)
-            return lax.platform_dependent(*arrays, default=default, **branches)
-
-        return by_platform
+        return _of_platform
     choices = get_args(Implementation.__value__)
     if implementation not in choices:
         raise ValueError(f"{implementation=} is not one of {', '.join(map(repr, choices))} or None")
@@ -140,6 +123,54 @@ def _choose(
     return functools.partial(_kernel, implementation=implementation, interpret=interpret)
 
 
+def _reference(*arrays: jax.Array, **settings) -> tuple[jax.Array, ...]:
+    return paged_attention_reference(*arrays[:8], sinks=_sinks(arrays), **settings)
+
+
+def _sinks(arrays: tuple[jax.Array, ...]) -> jax.Array | None:
+    return arrays[8] if len(arrays) > 8 else None
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "scale", "window", "soft_cap", "max_q_len", "interpret"),
+)
+def _kernel(
+    *arrays: jax.Array, implementation: Implementation, interpret: bool = False, **settings
+) -> tuple[jax.Array, ...]:
+    if implementation == "tpu":
+        from paxkv.pallas_kernels.tpu import paged_attention_tpu as attend
+    else:
+        from paxkv.pallas_kernels.gpu import paged_attention_gpu as attend
+    return attend(*arrays[:8], sinks=_sinks(arrays), interpret=interpret, **settings)
+
+
+def _kernel_or_reference(
+    *arrays: jax.Array, implementation: Implementation, **settings
+) -> tuple[jax.Array, ...]:
+    queries, _, _, key_pages, *_ = arrays
+    if _refusal(implementation, queries, key_pages):
+        return _reference(*arrays, **settings)
+    return _kernel(*arrays, implementation=implementation, **settings)
+
+
+def _result_avals(
+    queries: jax.core.ShapedArray, *arrays: jax.core.ShapedArray, **_
+) -> tuple[jax.core.ShapedArray, ...]:
+    _, _, key_pages, value_pages, *_ = arrays
+    lse = jax.core.ShapedArray(queries.shape[:2], np.dtype(np.float32))
+    return queries, lse, key_pages, value_pages
+
+
+_of_platform = per_platform(
+    "paged_attention",
+    _result_avals,
+    _reference,
+    tpu=functools.partial(_kernel_or_reference, implementation="tpu"),
+    cuda=functools.partial(_kernel_or_reference, implementation="gpu"),
+)
+
+
 def _refusal(
     implementation: Implementation, queries: jax.Array, key_pages: jax.Array
 ) -> str | None:
@@ -152,109 +183,8 @@ def _refusal(
     group = queries.shape[1] // num_kv_heads
     if group > KERNEL_MAX_GROUP:
         return f"{group} query heads share a KV head; it takes up to {KERNEL_MAX_GROUP}"
-    # Pallas takes a second to import, and only shapes that pass need it.
     if implementation == "tpu":
         from paxkv.pallas_kernels.tpu import tpu_refusal as refusal
     else:
         from paxkv.pallas_kernels.gpu import gpu_refusal as refusal
     return refusal(queries, key_pages)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("implementation", "scale", "window", "soft_cap", "max_q_len", "interpret"),
-)
-def _kernel(
-    *arrays: jax.Array, implementation: Implementation, interpret: bool = False, **settings
-) -> tuple[jax.Array, ...]:
-    """Traced once for all layers, also where it is not the branch that is lowered."""
-    if implementation == "tpu":
-        from paxkv.pallas_kernels.tpu import paged_attention_tpu as attend
-    else:
-        from paxkv.pallas_kernels.gpu import paged_attention_gpu as attend
-    *arrays, sinks = arrays
-    return attend(*arrays, sinks=sinks, interpret=interpret, **settings)
-
-
-def _reference(*arrays: jax.Array, **settings) -> tuple[jax.Array, ...]:
-    *arrays, sinks = arrays
-    return paged_attention_reference(*arrays, sinks=sinks, **settings)
-
-
-def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raises a ValueError unless every KV head serves a whole number of query heads."""
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: the number of "
-            "query heads must be a multiple of the number of KV heads"
-        )
-
-
-def _check(
-    queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
-    window, soft_cap, sinks, max_q_len,
-) -> None:  # fmt: skip
-    if queries.ndim != 3:
-        raise ValueError(f"queries must be [T, N, H], found shape {queries.shape}")
-    num_rows, num_heads, head_dim = queries.shape
-    if key_pages.ndim != 4 or key_pages.shape != value_pages.shape:
-        raise ValueError(
-            "key_pages and value_pages must both be [P, K, S, H], "
-            f"found {key_pages.shape} and {value_pages.shape}"
-        )
-    num_kv_heads = key_pages.shape[1]
-    check_heads(num_heads, num_kv_heads)
-    if key_pages.shape[3] != head_dim:
-        raise ValueError(f"pages hold heads of {key_pages.shape[3]} numbers, queries of {head_dim}")
-    new_shape = (num_rows, num_kv_heads, head_dim)
-    if new_keys.shape != new_shape or new_values.shape != new_shape:
-        raise ValueError(
-            f"new_keys and new_values must be {new_shape}, the rows of queries and the heads of "
-            f"pages; found {new_keys.shape} and {new_values.shape}"
-        )
-    if block_tables.ndim != 2 or kv_lens.shape != (block_tables.shape[0],):
-        raise ValueError(
-            f"block_tables must be [B, M] and kv_lens [B], "
-            f"found {block_tables.shape} and {kv_lens.shape}"
-        )
-    if cu_q_lens.shape != (block_tables.shape[0] + 1,):
-        raise ValueError(
-            f"cu_q_lens must be [B + 1] = [{block_tables.shape[0] + 1}], found {cu_q_lens.shape}"
-        )
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(
-            f"sinks must hold one logit per query head [{num_heads}], found {sinks.shape}"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"{window=} must be at least 1, the query itself; None sees everything")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"{soft_cap=} must be above 0; None does not cap")
-    if max_q_len is not None and max_q_len < 1:
-        raise ValueError(f"{max_q_len=} must be at least 1")
-    _check_tables(block_tables, kv_lens, cu_q_lens, num_pages=key_pages.shape[0],
-                  page_size=key_pages.shape[2], num_rows=num_rows)  # fmt: skip
-
-
-def _check_tables(block_tables, kv_lens, cu_q_lens, *, num_pages, page_size, num_rows) -> None:
-    """Checks values where they can be read: not under `jit`."""
-    if any(isinstance(x, jax.core.Tracer) for x in (block_tables, kv_lens, cu_q_lens)):
-        return
-    tables, lens, cu = np.asarray(block_tables), np.asarray(kv_lens), np.asarray(cu_q_lens)
-    longest = tables.shape[1] * page_size
-    if lens.size and (lens.min() < 0 or lens.max() > longest):
-        raise ValueError(
-            f"kv_lens must be between 0 and {longest} (pages per row x page size), "
-            f"found {lens.min()} to {lens.max()}"
-        )
-    if cu[0] != 0 or np.any(np.diff(cu) < 0) or cu[-1] > num_rows:
-        raise ValueError(
-            f"cu_q_lens must start at 0, not fall, and end by the {num_rows} rows, found {cu}"
-        )
-    in_use = np.arange(tables.shape[1])[None] * page_size < lens[:, None]
-    bad = in_use & ((tables < 0) | (tables >= num_pages))
-    if bad.any():
-        slot, column = np.argwhere(bad)[0]
-        raise ValueError(
-            f"block_tables[{slot}, {column}] is page {tables[slot, column]}, "
-            f"but the pool has pages 0 to {num_pages - 1}"
-        )

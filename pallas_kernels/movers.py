@@ -7,12 +7,14 @@ whole: there kernels copy page by page.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from paxkv.pallas_kernels.per_platform import Function, per_platform
 
 type MoverImplementation = Literal["reference", "tpu", "gpu"]
 
@@ -42,7 +44,7 @@ def write_tokens(
     if implementation is None and pages.shape[2] % 8:
         implementation = "reference"  # pages of less than a tile have no kernel
     tokens = tokens.astype(pages.dtype)
-    return _choose("write_tokens", implementation, interpret)(pages, page_ids, offsets, tokens)
+    return _move(_WRITE, implementation, interpret, pages, page_ids, offsets, tokens)
 
 
 def copy_pages(
@@ -65,7 +67,7 @@ def copy_pages(
     Returns:
         The pool array, updated in place where it was donated.
     """
-    return _choose("copy_pages", implementation, interpret)(pages, source, target)
+    return _move(_COPY, implementation, interpret, pages, source, target)
 
 
 def take_pages(
@@ -86,7 +88,7 @@ def take_pages(
     Returns:
         `[C, K, S, H]`.
     """
-    return _choose("take_pages", implementation, interpret)(pages, page_ids)
+    return _move(_TAKE, implementation, interpret, pages, page_ids)
 
 
 def put_pages(
@@ -110,7 +112,7 @@ def put_pages(
         The pool array, updated in place where it was donated.
     """
     contents = contents.astype(pages.dtype)
-    return _choose("put_pages", implementation, interpret)(pages, page_ids, contents)
+    return _move(_PUT, implementation, interpret, pages, page_ids, contents)
 
 
 def _write_tokens(pages, page_ids, offsets, tokens):
@@ -129,17 +131,8 @@ def _put_pages(pages, page_ids, contents):
     return pages.at[page_ids].set(contents, mode="drop", unique_indices=True)
 
 
-_REFERENCE = {
-    "write_tokens": _write_tokens,
-    "copy_pages": _copy_pages,
-    "take_pages": _take_pages,
-    "put_pages": _put_pages,
-}
-
-
 @functools.partial(jax.jit, static_argnames=("name", "interpret"))
-def _on_tpu(*arrays: jax.Array, name: str, interpret: bool) -> jax.Array:
-    """Traced once for all arrays of a shape, also where it is not the branch that is lowered."""
+def _on_tpu(*arrays: jax.Array, name: str, interpret: bool = False) -> jax.Array:
     from paxkv.pallas_kernels import tpu_movers  # Pallas takes half a second to import
 
     dtype = arrays[0].dtype
@@ -151,14 +144,40 @@ def _on_tpu(*arrays: jax.Array, name: str, interpret: bool) -> jax.Array:
     return lax.bitcast_convert_type(moved, dtype)
 
 
-def _choose(
-    name: str, implementation: MoverImplementation | None, interpret: bool
-) -> Callable[..., jax.Array]:
-    reference = _REFERENCE[name]
-    on_tpu = functools.partial(_on_tpu, name=name, interpret=interpret)
-    if implementation is None:
-        return lambda *arrays: lax.platform_dependent(*arrays, tpu=on_tpu, default=reference)
-    choices = {"reference": reference, "gpu": reference, "tpu": on_tpu}
-    if implementation not in choices:
-        raise ValueError(f"{implementation=} is not one of {', '.join(map(repr, choices))} or None")
-    return choices[implementation]
+class _Mover(NamedTuple):
+    reference: Callable[..., jax.Array]
+    on_tpu: Callable[..., jax.Array]
+    of_platform: Function
+
+
+def _mover(reference: Callable[..., jax.Array], shape: Callable[..., Sequence[int]]) -> _Mover:
+    on_tpu = functools.partial(_on_tpu, name=reference.__name__.removeprefix("_"))
+    return _Mover(
+        reference,
+        on_tpu,
+        per_platform(
+            reference.__name__.removeprefix("_"),
+            lambda *avals: [jax.core.ShapedArray(shape(*avals), avals[0].dtype)],
+            lambda *arrays: [reference(*arrays)],
+            tpu=lambda *arrays: [on_tpu(*arrays)],
+        ),
+    )
+
+
+_WRITE = _mover(_write_tokens, lambda pages, *_: pages.shape)
+_COPY = _mover(_copy_pages, lambda pages, *_: pages.shape)
+_TAKE = _mover(_take_pages, lambda pages, page_ids: (*page_ids.shape, *pages.shape[1:]))
+_PUT = _mover(_put_pages, lambda pages, *_: pages.shape)
+
+
+def _move(
+    mover: _Mover, implementation: MoverImplementation | None, interpret: bool, *arrays: jax.Array
+) -> jax.Array:
+    match implementation:
+        case None:
+            return mover.of_platform(*arrays)[0]
+        case "reference" | "gpu":
+            return mover.reference(*arrays)
+        case "tpu":
+            return mover.on_tpu(*arrays, interpret=interpret)
+    raise ValueError(f"{implementation=} is not one of 'reference', 'tpu', 'gpu' or None")

@@ -46,7 +46,11 @@ def run(heading: str) -> dict[str, Any]:
 
 def test_every_block_is_a_program_that_a_test_runs_or_no_python():
     """What cannot run here, since it needs a hub, say, stands in a comment and not in a block."""
-    assert set(PROGRAMS) == {"Use it", "In a `jit` of your own"}
+    assert set(PROGRAMS) == {
+        "Use it",
+        "In a `jit` of your own",
+        "Attention kernels",
+    }
     languages = {language for blocks in sections().values() for language, _ in blocks}
     assert languages == {"", "python"}
     assert sum(map(len, PROGRAMS.values())) == README.count("```python")
@@ -90,3 +94,8 @@ def test_files_on_the_map_and_in_the_text_exist():
         named.update(folder + name for name in re.findall(r"\w+\.py", line))
     assert len(named) > 40
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_attention_alone_gives_what_it_says(capsys):
+    run("Attention kernels")
+    assert capsys.readouterr().out == "(21, 8, 64) (21, 8)\n"
