@@ -34,7 +34,7 @@ class Scratch(NamedTuple):
     @property
     def is_ring(self) -> bool:
         """Whether it is stages `[stages, rows, columns]` that tiles are copied to in turn."""
-        return self.space == "smem" and len(self.shape) > 2 and self.num_bytes > 16 * 1024
+        return self.space == "smem" and len(self.shape) == 3
 
 
 def count_copies(text: str, shape: tuple[int, ...]) -> int:

@@ -21,7 +21,7 @@ from benchmarks.aot import PYTHON_VARIABLE, Compiled, aot_python, compile_all
 from benchmarks.bundles import UNITS
 from benchmarks.chips import CHIPS, Chip
 from benchmarks.common import describe_run, tell
-from benchmarks.static_jobs import TOKENS, decode_case, names, tile_of
+from benchmarks.static_jobs import PAGE_SIZES, TOKENS, decode_case, names, tile_of
 from benchmarks.tile_trips import count
 
 
@@ -54,6 +54,24 @@ def tpu_figures(name: str, result: Compiled, chip: Chip) -> dict[str, Any]:
         },
         "seconds_to_compile": result.seconds,
     }
+
+
+def reaches_bars(results: list[dict[str, Any]], page_size: int) -> bool | None:
+    """Whether our decode on TPU waits for memory alone and takes fewer bundles than the others.
+
+    None if not all of them were compiled.
+    """
+    wanted = [f"{who}:decode:{page_size}" for who in ("paxkv", "jax", "tpu-inference")]
+    found = {x["name"]: x for x in results if x["name"] in wanted and "error" not in x}
+    if len(found) < len(wanted):
+        return None
+    ours, *others = (found[name] for name in wanted)
+    return all(
+        ours[what]["share_of_memory_time"] <= 1
+        and ours[what]["bundles_per_token"] < other[what]["bundles_per_token"]
+        for what in ("tile", "sequence")
+        for other in others
+    )
 
 
 def gpu_figures(name: str, result: Compiled, chip: Chip) -> dict[str, Any]:
@@ -142,7 +160,12 @@ def main() -> None:
         for result in figures:
             if "error" in result:
                 console.print(f"{result['name']}: {result['error'][-300:]}", markup=False)
-        results.append(CHIPS[name].describe() | {"kernels": figures})
+        record = CHIPS[name].describe() | {"kernels": figures}
+        if CHIPS[name].platform == "tpu":
+            bars = {str(size): reaches_bars(figures, size) for size in PAGE_SIZES}
+            console.print(f"fewer bundles than others and than memory lasts, by page size: {bars}")
+            record["reaches_bars"] = bars
+        results.append(record)
     tell({"benchmark": "kernels_static", "run": describe_run(), "results": results}, options.json)
 
 
