@@ -37,7 +37,8 @@ def paxkv_steps(*, pages: int, parts: int, tiles: int) -> tuple[Step, ...]:
 
     A tile between others is one loop, which starts the copies of the next tile's pages. A
     sequence's last tile is masked and attended part by part, and the pages of the next sequence's
-    first tile are started one by one.
+    first tile are started one by one. Were the last page not full, its part would also go through
+    its pages to clear what is unseen.
 
     Args:
         pages: Of a tile.
