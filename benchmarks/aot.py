@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aot_reports import Loop, Ptxas, Scratch
+from benchmarks.aot_reports import Ptxas, Scratch
+from benchmarks.bundles import Bundles, Region
 from benchmarks.chips import CHIPS, Chip
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ class Compiled:
     kernels: tuple[str, ...] = ()  # custom calls of the compiled text
     scratch: tuple[Scratch, ...] = ()
     ptxas: tuple[Ptxas, ...] = ()  # of each GPU kernel
-    loops: Mapping[str, tuple[Loop, ...]] = dataclasses.field(default_factory=dict)  # of TPU's
+    bundles: Mapping[str, Bundles] = dataclasses.field(default_factory=dict)  # of TPU kernels
 
 
 def aot_python() -> str | None:
@@ -127,8 +128,9 @@ def _read_result(line: str) -> Compiled:
     fields["kernels"] = tuple(fields["kernels"])
     fields["scratch"] = tuple(Scratch(*figures) for figures in fields["scratch"])
     fields["ptxas"] = tuple(Ptxas(*figures) for figures in fields["ptxas"])
-    fields["loops"] = {
-        kernel: tuple(Loop(*loop) for loop in loops) for kernel, loops in fields["loops"].items()
+    fields["bundles"] = {
+        kernel: Bundles(tuple(Region(*region) for region in regions), tuple(capacity))
+        for kernel, (regions, capacity) in fields["bundles"].items()
     }
     return Compiled(**fields)
 

@@ -22,7 +22,7 @@ from paxkv.pallas_kernels.attention_cases import Case
 _VERSIONS = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}
 
 
-def ragged_paged_attention_job(case: Case, *, tile_tokens: int) -> Job:
+def ragged_paged_attention_job(case: Case, *, tile_tokens: int, tile_queries: int) -> Job:
     """JAX's kernel on one case. It does not write the new tokens, which ours does as well."""
     shape = jax.ShapeDtypeStruct
     num_slots, max_pages, num_pages = _sizes(case)
@@ -34,7 +34,7 @@ def ragged_paged_attention_job(case: Case, *, tile_tokens: int) -> Job:
         return peer.ragged_paged_attention(
             queries, pages, kv_lens, block_tables, cu_q_lens, num_slots,
             sm_scale=case.head_dim**-0.5, num_kv_pages_per_block=tile_tokens // case.page_size,
-            num_queries_per_block=min(32, num_slots.shape[0] * 8),
+            num_queries_per_block=tile_queries,
         )  # fmt: skip
 
     return Job(

@@ -27,10 +27,10 @@ from benchmarks.aot_reports import (
     count_copies,
     count_host_transfers,
     custom_calls,
-    read_loops,
     read_ptxas,
     scratch_of,
 )
+from benchmarks.bundles import read_bundles
 from benchmarks.chips import CHIPS, Chip
 
 
@@ -111,7 +111,7 @@ def compile_job(name: str, job: Job, chip: Chip, device: Any, folder: Path) -> C
         kernels=custom_calls(text),
         scratch=scratch_of(traced.jaxpr.jaxpr),
         ptxas=read_ptxas(log.read_text(errors="replace")),
-        loops=read_loops(new_files),
+        bundles=read_bundles(new_files, chip.branch_delay),
     )
 
 

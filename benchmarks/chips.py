@@ -40,6 +40,7 @@ class Chip:
     bandwidth: float  # bytes per second between HBM and what runs one kernel
     source: str  # of clock and bandwidth
     topology: str = ""  # a TPU's, by the name that libtpu knows
+    branch_delay: int = 0  # bundles of a TPU that run after a branch whether or not it is taken
     target_config: str = ""  # a GPU's, as a text-format GpuTargetConfigProto
     num_cores: int = 1  # multiprocessors of a GPU
     shared_memory_bytes: int = 0  # that one block of a GPU may have
@@ -54,10 +55,12 @@ class Chip:
         }
 
 
-def _tpu(name: str, topology: str, clock_ghz: float, bandwidth: float, source: str) -> Chip:
+def _tpu(
+    name: str, topology: str, clock_ghz: float, bandwidth: float, source: str, branch_delay: int = 4
+) -> Chip:
     return Chip(
         name=name, platform="tpu", topology=topology, clock_ghz=clock_ghz, bandwidth=bandwidth,
-        source=source,
+        source=source, branch_delay=branch_delay,
     )  # fmt: skip
 
 
@@ -90,16 +93,35 @@ def _gpu(
     )  # fmt: skip
 
 
-# No vendor states the clock of a TPU's core. It follows from the stated peak of bf16 products:
-# peak / (2 x products per cycle). For v6e and tpu7x, whose two 256 x 256 units per core would need
-# an improbable 3.5 and 4.4 GHz, half of that: the slower clock makes the harder bar.
-_TPU_CLOCK = "clock: from peak bf16 flops over the size of the matrix units; bandwidth: "
+# Bandwidth: the chip's in Google's specifications; where a chip has two cores, which each run their
+# part of a kernel's grid, half of it. Clock: of v5e as stated in "How to Scale Your Model". Others
+# are derived: peak bf16 flops / (2 x products of a cycle), which for v5e gives the stated 1.5.
+#
+#     v5e     197e12 / (2 x 4 units of 128 x 128)         = 1.50 GHz
+#     v5p     459e12 / (2 cores x 2 x 4 units of 128^2)   = 1.75 GHz
+#     v6e     918e12 / (2 x 4 x 256^2)                    = 1.75 GHz
+#     tpu7x  2307e12 / (2 cores x 2 x 4 x 256^2)          = 2.20 GHz
+#
+# jax's `TpuInfo` has 4 units of v5e and v5p, but 2 of v6e and tpu7x, of 256 x 256; Google's page of
+# v6e has 2 or 4, by its version. Two would need 3.5 and 4.4 GHz, so work as of 4 is taken; a slower
+# clock makes the harder bar. A GPU's clock is only part of its target configuration.
+_SPECIFICATIONS = "docs.cloud.google.com/tpu/docs/tpu7x, table of v5p, v6e and TPU7x"
+_DERIVED = "derived from its peak bf16 flops and matrix units"
 _CHIPS = (
-    _tpu("v5e", "v5e:2x2", 1.5, 819e9, _TPU_CLOCK + "cloud.google.com/tpu/docs/v5e"),
-    # One of two cores: both have their kernel of a parallel grid.
-    _tpu("v5p", "v5p:2x2x1", 1.75, 2765e9 / 2, _TPU_CLOCK + "cloud.google.com/tpu/docs/v5p"),
-    _tpu("v6e", "v6e:2x2", 1.75, 1638e9, _TPU_CLOCK + "cloud.google.com/tpu/docs/v6e"),
-    _tpu("tpu7x", "tpu7x:2x2x1", 2.2, 7380e9 / 2, _TPU_CLOCK + "cloud.google.com/tpu/docs/tpu7x"),
+    _tpu(
+        "v5e", "v5e:2x2", 1.5, 819e9,
+        "bandwidth: cloud.google.com/tpu/docs/v6e, table of v5e and v6e; "
+        "clock: jax-ml.github.io/scaling-book/tpus",
+    ),
+    _tpu(
+        "v5p", "v5p:2x2x1", 1.75, 2765e9 / 2,
+        f"bandwidth: half of {_SPECIFICATIONS}; clock: {_DERIVED}",
+    ),
+    _tpu("v6e", "v6e:2x2", 1.75, 1638e9, f"bandwidth: {_SPECIFICATIONS}; clock: {_DERIVED}"),
+    _tpu(
+        "tpu7x", "tpu7x:2x2x1", 2.2, 7380e9 / 2,
+        f"bandwidth: half of {_SPECIFICATIONS}; clock: {_DERIVED}", branch_delay=6,
+    ),
     _gpu(
         "sm_80", "NVIDIA A100-SXM4-80GB", (8, 0), clock_ghz=1.41, bandwidth=2039e9, num_cores=108,
         shared_memory_kib=164, threads_per_core=2048, l2_mib=40, memory_gib=80,

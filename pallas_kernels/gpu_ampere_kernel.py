@@ -5,7 +5,6 @@ read once for all heads that share them.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,20 +15,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from paxkv.pallas_kernels.gpu_ampere_steps import (
     Chip,
-    Ref,
     Warps,
     add_product,
     copy_columns,
-    full,
     start_copy,
     store,
     wait_for_copies,
 )
 from paxkv.pallas_kernels.gpu_common import Work
+from paxkv.pallas_kernels.gpu_steps import (
+    LOG2_E,
+    Ref,
+    full,
+    held_pieces,
+    in_powers_of_two,
+    load_work,
+    page_of,
+    piece_of,
+)
 from paxkv.pallas_kernels.online_softmax import MASKED
 
 _DEPTH = 16  # of one instruction: columns of the left operand, rows of the right one
-_LOG2_E = math.log2(math.e)
 
 
 class Settings(NamedTuple):
@@ -49,8 +55,8 @@ class Settings(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Tokens of one copy: a page, or a tile of it."""
-        return min(self.page_size, self.tile_tokens)
+        """Tokens of one copy."""
+        return piece_of(self)
 
 
 def attend(
@@ -135,7 +141,7 @@ def _attention_kernel(
     kv_head = lax.axis_index("head")
     # The longest units of a causal prefill are the last; they go first.
     item = work_ref.shape[0] - 1 - lax.axis_index("item")
-    work = Work(*(work_ref[item, field] for field in range(len(Work._fields))))
+    work = load_work(work_ref, item)
     warps = settings.warps
 
     @pl.when(work.end > work.begin)
@@ -157,16 +163,8 @@ def _attention_kernel(
             (values * _over_rows(share, values.shape, warps)).astype(out_ref.dtype),
             optimized=False,
         )
-        lse = jnp.where(saw_keys, (top + jnp.log2(total)) / _LOG2_E, -jnp.inf)
+        lse = jnp.where(saw_keys, (top + jnp.log2(total)) / LOG2_E, -jnp.inf)
         store(lse_ref.at[item, kv_head], lse, optimized=False)
-
-
-def _page_of(work: Work, token, tables_ref, settings: Settings):
-    """The page of a token and whether it is one: the null page stands in for those that are not."""
-    column = jnp.where(token < work.end, lax.div(token, settings.page_size), 0)
-    page = tables_ref[work.slot, column]
-    is_page = (page > 0) & (page < settings.num_pages) & (token < work.end)
-    return jnp.where(is_page, page, 0), is_page
 
 
 def _begin_copies(work: Work, kv_head, tables_ref, keys, values, is_full, tile, *, settings):
@@ -174,7 +172,7 @@ def _begin_copies(work: Work, kv_head, tables_ref, keys, values, is_full, tile, 
     stage = lax.rem(tile, settings.num_stages)
     first = work.begin + tile * settings.tile_tokens
     tokens = [first + place for place in range(0, settings.tile_tokens, settings.piece)]
-    pages = [_page_of(work, token, tables_ref, settings)[0] for token in tokens]
+    pages = [page_of(work, token, tables_ref, settings)[0] for token in tokens]
     for number, (token, page) in enumerate(zip(tokens, pages, strict=True)):
         in_page = lax.rem(token, settings.page_size)
         if settings.piece == settings.page_size:
@@ -225,7 +223,7 @@ def _attend_tiles(
             full(scores_shape, 0, warps.sums), q_smem, k_smem.at[stage].transpose((1, 0)),
             depth=depth, warps=warps, interpret=settings.chip.interpret,
         )  # fmt: skip
-        scores = _in_powers_of_two(scores, settings)
+        scores = in_powers_of_two(scores, settings.scale, settings.soft_cap)
         sees_all = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
         scores = lax.cond(
             sees_all,
@@ -262,18 +260,6 @@ def _over_rows(per_row, shape: tuple[int, int], warps: Warps):
     return plgpu.layout_cast(lax.broadcast_in_dim(per_row, shape, (0,)), warps.sums)
 
 
-def _in_powers_of_two(scores, settings: Settings):
-    """Scaled and capped scores, to base 2.
-
-    `tanh` is written with an exponential: the GPU's approximation of it is right to 5e-4 only,
-    which a cap of 50 would make 0.025.
-    """
-    if settings.soft_cap is None:
-        return scores * (settings.scale * _LOG2_E)
-    doubled = jnp.exp2(scores * (2 * settings.scale / settings.soft_cap * _LOG2_E))
-    return settings.soft_cap * _LOG2_E - (2 * settings.soft_cap * _LOG2_E) / (doubled + 1)
-
-
 def _mask(scores, work: Work, first, tables_ref, settings: Settings):
     """Hides what a query does not see in a tile at an edge."""
     layout = settings.warps.sums
@@ -298,19 +284,7 @@ def _clear_values(work: Work, first, tables_ref, v_smem, settings: Settings):
 
 def _is_stored(place, work: Work, first, tables_ref, settings: Settings):
     """Which tokens of a tile, by their places there, come before the end and have a page."""
-    num_pieces = settings.tile_tokens // settings.piece
-
-    def find_pages():
-        pages = [
-            _page_of(work, first + number * settings.piece, tables_ref, settings)[1]
-            for number in range(num_pieces)
-        ]
-        return sum(
-            (is_page.astype(jnp.int32) << i for i, is_page in enumerate(pages)), start=jnp.int32(0)
-        )
-
-    # A bit for each piece, the first one's the lowest.
-    held = lax.cond(work.has_holes == 1, find_pages, lambda: jnp.int32((1 << num_pieces) - 1))
+    held = held_pieces(work, first, tables_ref, settings)
     piece = lax.div(place, jnp.int32(settings.piece))
     has_page = (lax.shift_right_logical(jnp.broadcast_to(held, piece.shape), piece) & 1) == 1
     return has_page & (first + place < work.end)

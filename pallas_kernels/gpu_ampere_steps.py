@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.backend import get_default_device
 from jax.typing import DTypeLike
 
-type Ref = Any  # Pallas has no public name for what a kernel reads and writes
+from paxkv.pallas_kernels.gpu_steps import Ref
 
 
 class Chip(NamedTuple):
@@ -70,11 +70,6 @@ class Warps(NamedTuple):
     def sums(self) -> Any:
         """How the product lies in registers."""
         return plgpu.Layout.MMA_ACC(self.dtype, m_warps=self.below)
-
-
-def full(shape: tuple[int, ...], number: float, layout: Any) -> jax.Array:
-    """`f32[shape]` of one number, in registers."""
-    return plgpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
 
 
 def add_product(

@@ -23,13 +23,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxkv.pallas_kernels.gpu_common import Work, plan_work, rows_by_kv_head, unite
+from paxkv.pallas_kernels.gpu_steps import (
+    LOG2_E,
+    full,
+    held_pieces,
+    in_powers_of_two,
+    load_work,
+    page_of,
+    piece_of,
+)
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
 
 _RING_BYTES = 225 * 1024  # of the 227 KB of a multiprocessor, with queries
 _ROWS = 64  # of a warpgroup: what one wgmma takes
 _PAGES_AT_ONCE = 8  # whose ids are read together: more would not fit in registers
-_LOG2_E = math.log2(math.e)
 
 
 class _Settings(NamedTuple):
@@ -53,8 +61,8 @@ class _Settings(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Tokens of one copy: a page, or a tile of it."""
-        return min(self.page_size, self.tile_tokens)
+        """Tokens of one copy."""
+        return piece_of(self)
 
 
 def _attention_kernel(
@@ -95,7 +103,7 @@ def _attention_kernel(
             # The longest units of a causal prefill are the last; they go first.
             piece = num_pieces - 1 - (program + number * num_programs)
             item, kv_head = lax.div(piece, num_kv_heads), lax.rem(piece, num_kv_heads)
-            work = _load_work(work_ref, item)
+            work = load_work(work_ref, item)
             num_keys = jnp.maximum(work.end - work.begin, 0)
             num_tiles = lax.div(num_keys + settings.tile_tokens - 1, settings.tile_tokens)
             buffer = lax.rem(pieces_before, settings.num_buffers)
@@ -124,7 +132,7 @@ def _attention_kernel(
         keys, values = (k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)
 
         def copy(item, kv_head, num_tiles, tiles_before, buffer, pieces_before):
-            work = _load_work(work_ref, item)
+            work = load_work(work_ref, item)
 
             @pl.when(pieces_before >= settings.num_buffers)
             def _wait():
@@ -176,7 +184,7 @@ def _store(top, total, values, o_smem, lse_smem, out_ref, lse_ref, settings: _Se
     saw_keys = top > MASKED / 2
     total = jnp.where(saw_keys, total, jnp.ones_like(total))
     lse_smem[...] = jnp.where(
-        saw_keys, (top + jnp.log2(total)) / _LOG2_E, jnp.full_like(top, -jnp.inf)
+        saw_keys, (top + jnp.log2(total)) / LOG2_E, jnp.full_like(top, -jnp.inf)
     )
     share = jnp.where(saw_keys, 1 / total, jnp.zeros_like(total))
     values *= lax.broadcast_in_dim(share, values.shape, [0])
@@ -189,18 +197,6 @@ def _store(top, total, values, o_smem, lse_smem, out_ref, lse_ref, settings: _Se
             plgpu.copy_smem_to_gmem(lse_smem.at[out_rows], lse_ref)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         values -= rounded.astype(jnp.float32)
-
-
-def _load_work(work_ref, item) -> Work:
-    return Work(*(work_ref[item, field] for field in range(len(Work._fields))))
-
-
-def _page_of(work: Work, token, tables_ref, settings: _Settings):
-    """The page of a token and whether it is one: the null page stands in for those that are not."""
-    column = jnp.where(token < work.end, lax.div(token, settings.page_size), 0)
-    page = tables_ref[work.slot, column]
-    is_page = (page > 0) & (page < settings.num_pages) & (token < work.end)
-    return jnp.where(is_page, page, 0), is_page
 
 
 def _copy_tiles(
@@ -220,7 +216,7 @@ def _copy_tiles(
         def copy(pool_ref, smem, barrier):
             for group in range(0, tile_tokens, piece * _PAGES_AT_ONCE):
                 offsets = range(group, min(group + piece * _PAGES_AT_ONCE, tile_tokens), piece)
-                pages = [_page_of(work, first + x, tables_ref, settings)[0] for x in offsets]
+                pages = [page_of(work, first + x, tables_ref, settings)[0] for x in offsets]
                 for offset, page in zip(offsets, pages, strict=True):
                     in_page = pl.ds(lax.rem(first + offset, settings.page_size), piece)
                     if piece == settings.page_size:
@@ -264,7 +260,7 @@ def _attend(
     """
     k_full, v_full, k_free, v_free = barriers
     tile_tokens, head_dim = settings.tile_tokens, q_smem.shape[-1]
-    work = _load_work(work_ref, item)
+    work = load_work(work_ref, item)
 
     def attend_tile(tile, carry):
         top, total, values = carry
@@ -273,14 +269,14 @@ def _attend(
         plgpu.barrier_wait(k_full.at[stage])
         scores = _multiply(q_smem, k_smem.at[stage].transpose((1, 0)))
         plgpu.barrier_arrive(k_free.at[stage])
-        scores = _in_powers_of_two(scores, settings)
+        scores = in_powers_of_two(scores, settings.scale, settings.soft_cap)
         is_full = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
         scores = lax.cond(
             is_full,
             lambda scores: scores,
             # What only an edge needs is loaded there: it would hold registers through the loop.
             lambda scores: _mask(
-                scores, _load_work(work_ref, item), first, warpgroup, tables_ref, settings
+                scores, load_work(work_ref, item), first, warpgroup, tables_ref, settings
             ),
             scores,
         )
@@ -300,45 +296,15 @@ def _attend(
         num_tiles,
         attend_tile,
         (
-            _full((_ROWS,), MASKED, plgpu.Layout.WGMMA.reduce(1)),
-            _full((_ROWS,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
-            _full((_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
+            full((_ROWS,), MASKED, plgpu.Layout.WGMMA.reduce(1)),
+            full((_ROWS,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
+            full((_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
         ),
     )
 
 
-def _full(shape: tuple[int, ...], number: float, layout):
-    return plgpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
-
-
-def _in_powers_of_two(scores, settings: _Settings):
-    """Scaled and capped scores, to base 2.
-
-    `tanh` is written with an exponential: the GPU's approximation of it is right to 5e-4 only,
-    which a cap of 50 would make 0.025.
-    """
-    if settings.soft_cap is None:
-        return scores * (settings.scale * _LOG2_E)
-    doubled = jnp.exp2(scores * (2 * settings.scale / settings.soft_cap * _LOG2_E))
-    return settings.soft_cap * _LOG2_E - (2 * settings.soft_cap * _LOG2_E) / (doubled + 1)
-
-
 def _iota(shape: tuple[int, int], axis: int):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-
-
-def _held_pieces(work: Work, first, tables_ref, settings: _Settings):
-    """Bit i: whether the i-th piece of a tile is of a page that exists."""
-
-    def look_up():
-        bits = jnp.int32(0)
-        for number in range(settings.tile_tokens // settings.piece):
-            token = first + number * settings.piece
-            _, is_page = _page_of(work, token, tables_ref, settings)
-            bits |= jnp.where(is_page, 1 << number, 0)
-        return bits
-
-    return lax.cond(work.has_holes == 1, look_up, lambda: jnp.int32(-1))
 
 
 def _mask(scores, work: Work, first, warpgroup, tables_ref, settings: _Settings):
@@ -355,7 +321,7 @@ def _mask(scores, work: Work, first, warpgroup, tables_ref, settings: _Settings)
     visible = eights < jnp.minimum(position + 1, work.end) - first - in_eight
     if settings.window is not None:
         visible &= eights > position - settings.window - first - in_eight
-    pieces = _held_pieces(work, first, tables_ref, settings)
+    pieces = held_pieces(work, first, tables_ref, settings)
     visible &= (pieces >> lax.div(eights, settings.piece)) & 1 == 1
     return jnp.where(visible, scores, MASKED)
 
@@ -364,7 +330,7 @@ def _clear(work: Work, first, tables_ref, v_smem, settings: _Settings):
     """Zeroes a tile's rows that hold no token: a NaN there is NaN with a weight of 0 too."""
     tile_tokens, head_dim = v_smem.shape
     columns = math.gcd(head_dim, 64)  # at a time, to need few registers
-    pieces = _held_pieces(work, first, tables_ref, settings)
+    pieces = held_pieces(work, first, tables_ref, settings)
 
     @pl.loop(0, tile_tokens // _ROWS * (head_dim // columns))
     def _clear_part(part):  # a loop: unrolled, the compiler would compute all addresses ahead

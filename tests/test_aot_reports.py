@@ -4,28 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.aot_reports import (
-    UNITS,
-    Loop,
     Ptxas,
     count_copies,
     count_host_transfers,
-    loops_of,
     read_ptxas,
     scratch_of,
 )
 
-BUNDLES = """
-LB: loop body
-     0   :  { %s0 = smov.u32 1 }
-   0x1 LB: > { %s1 = sadd.s32 %s0, 1  ;;  %s2 = sld [smem:[#allocation2]] }
-   0x2 LB: >> { %v1 = vld [vmem:[%s1]] }
-hlo: kernel.1
- */ }
-   0x3   : >> { %v2 = vadd.f32 %v1, %v1 }
-   0x4 LB: >> { %v3 = vld [vmem:[%s1 + $0x8]] }
-   0x5   : > { %p0 = scmp.lt.s32.totalorder %s1, 8 }
-   0x6   :  { %s3 = sfence }
-"""
 PTXAS = """
 ptxas info    : 11 bytes gmem
 ptxas info    : Compiling entry function 'attention_kernel' for 'sm_90a'
@@ -33,17 +18,6 @@ ptxas info    : Function properties for attention_kernel
     0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 146 registers, used 1 barriers, 1040 bytes smem
 """
-
-
-def test_bundles_are_counted_by_loop():
-    unused = (0,) * len(UNITS)
-    use = [unused] * 2 + [(2, *unused[1:]), (1, *unused[1:])] + [unused] * 3
-    assert loops_of(BUNDLES.splitlines(), use) == (
-        Loop(0, 0, 2, unused),
-        Loop(1, 1, 2, unused),
-        Loop(2, 2, 2, (3, *unused[1:])),
-        Loop(2, 4, 1, unused),
-    )
 
 
 def test_registers_spills_and_shared_memory_are_read():
