@@ -33,8 +33,8 @@ class Scratch(NamedTuple):
 
     @property
     def is_ring(self) -> bool:
-        """Whether it is stages `[stages, rows, columns]` that tiles are copied to in turn."""
-        return self.space == "smem" and len(self.shape) == 3
+        """Whether it is stages `[stages, rows, columns]`, rows and columns in tiles or not."""
+        return self.space == "smem" and len(self.shape) in (3, 5)
 
 
 def count_copies(text: str, shape: tuple[int, ...]) -> int:

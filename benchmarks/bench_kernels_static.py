@@ -6,8 +6,8 @@ TPU: VLIW bundles, each about one cycle, for one more tile of keys and values of
 with all that is repeated for it, and for a whole sequence of 4,096 tokens, with what it takes to
 begin and end one (`tile_trips` says what runs how often). Beside them the time in which the memory
 moves those tokens' bytes: bundles that take less are not what a kernel waits for. GPU: registers
-and spills of each kernel by ptxas, the shared memory that a program asks for, and what a
-multiprocessor can have in flight: the rings of stages of as many programs as its memory holds.
+and spills of each kernel by ptxas, and the shared memory that a program asks for; what of that is a
+ring of stages can be in flight.
 """
 
 import argparse
@@ -80,8 +80,6 @@ def gpu_figures(name: str, result: Compiled, chip: Chip) -> dict[str, Any]:
     shared_bytes = sum(x.num_bytes for x in shared)
     rings = [x for x in shared if x.is_ring]
     ring_bytes = sum(x.num_bytes for x in rings)
-    reserved = 1024  # of each program, by the driver
-    programs = (chip.shared_memory_bytes + reserved) // (shared_bytes + reserved)
     return {
         "name": name,
         "kernels": [kernel._asdict() for kernel in result.ptxas],
@@ -90,8 +88,8 @@ def gpu_figures(name: str, result: Compiled, chip: Chip) -> dict[str, Any]:
         "shared_bytes": shared_bytes,
         "stages": max((x.shape[0] for x in rings), default=None),
         "stage_bytes": sum(x.num_bytes // x.shape[0] for x in rings),
-        "programs_per_multiprocessor": programs,  # as far as shared memory goes
-        "in_flight_bytes": programs * ring_bytes,  # of a multiprocessor
+        "in_flight_bytes": ring_bytes,
+        "share_of_multiprocessor": shared_bytes / chip.shared_memory_bytes,
         "seconds_to_compile": result.seconds,
     }
 
@@ -113,7 +111,6 @@ _GPU_COLUMNS = {
     "shared KB": lambda x: f"{x['shared_bytes'] / 1024:.1f}",
     "stages": lambda x: str(x["stages"]),
     "KB a stage": lambda x: f"{x['stage_bytes'] / 1024:.1f}",
-    "programs": lambda x: str(x["programs_per_multiprocessor"]),
     "KB in flight": lambda x: f"{x['in_flight_bytes'] / 1024:.1f}",
 }
 
