@@ -31,7 +31,7 @@ _LONG = Case(lengths=((1, 131_072),) * 4, num_heads=32, num_kv_heads=8, head_dim
 _BIG_CASES = {
     "big_decode_131072_tokens": _LONG,
     "big_decode_1024_sequences": Case(
-        lengths=((1, 4096),) * 1024, num_heads=32, num_kv_heads=8, head_dim=128
+        lengths=((1, 2048),) * 1024, num_heads=32, num_kv_heads=8, head_dim=128
     ),
     "big_prefill_4096_rows": Case(
         lengths=((4096, 4096),), num_heads=32, num_kv_heads=8, head_dim=128
@@ -39,11 +39,11 @@ _BIG_CASES = {
     "big_prefill_131072_tokens": Case(
         lengths=((512, 131_072), (1, 100)), num_heads=32, num_kv_heads=8, head_dim=128
     ),
-    "big_pool": Case(  # 2^32 elements in one array of it
-        lengths=((1, 4096),) * 8, num_heads=32, num_kv_heads=8, head_dim=128, num_pages=2**18
+    "big_pool": Case(  # more than 2^31 elements in each of its arrays, and yet room on a v5e
+        lengths=((1, 4096),) * 8, num_heads=32, num_kv_heads=8, head_dim=128, num_pages=2**17 + 64
     ),
     "big_pool_prefill": Case(
-        lengths=((64, 4096),) * 2, num_heads=32, num_kv_heads=8, head_dim=128, num_pages=2**18
+        lengths=((64, 4096),) * 2, num_heads=32, num_kv_heads=8, head_dim=128, num_pages=2**17 + 64
     ),
 }
 _SHAPES = {
