@@ -87,7 +87,10 @@ def paged_attention_gpu(
     if major < 8 or gpu_refusal(queries, key_pages) is not None:
         return paged_attention_reference(*arguments, **settings)
     if major == 9:
-        return paged_attention_hopper(*arguments, **settings, interpret=interpret)
+        return paged_attention_hopper(
+            *arguments, **settings, interpret=interpret,
+            num_multiprocessors=4 if interpret else 132,  # an interpreter takes turns for all
+        )  # fmt: skip
     from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
 
     return paged_attention_ampere(*arguments, **settings, interpret=interpret)
