@@ -155,9 +155,8 @@ def mover_names() -> list[str]:
     return [
         f"{mover}:{how}:{shape}"
         for mover in ("write", "copy", "put", "take")
-        for how in ("once", "loop", "cond")
+        for how in (("once",) if mover == "take" else ("loop", "cond"))
         for shape in _MOVER_SHAPES
-        if mover != "take" or how == "once"
     ]
 
 
@@ -175,7 +174,7 @@ _MOVER_SHAPES = {
 
 
 def mover_jobs(chip: Chip) -> dict[str, Job]:
-    """The movers at once, in a loop that carries the pool, and under a condition."""
+    """The movers in a loop that carries the pool, and under a condition."""
     del chip  # each call chooses for its platform
     return {name: _mover_job(*name.split(":")) for name in mover_names()}
 
@@ -195,8 +194,6 @@ def _mover_job(mover: str, how: str, shape_name: str) -> Job:
 
     def call(pages, ids, offsets, tokens, contents):
         move = _mover_calls(pages, ids, offsets, tokens, contents)[mover]
-        if how == "once":
-            return move(pages)
         if how == "cond":
             return jax.lax.cond(ids[0] > 3, move, lambda pages: pages, pages)
         return jax.lax.fori_loop(0, ids[0], lambda _, pages: move(pages), pages)

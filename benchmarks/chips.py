@@ -149,5 +149,3 @@ _CHIPS = (
     ),
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in _CHIPS}
-TPUS = tuple(chip.name for chip in _CHIPS if chip.platform == "tpu")
-GPUS = tuple(chip.name for chip in _CHIPS if chip.platform == "cuda")

@@ -28,9 +28,12 @@ class GenerationConfig:
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
             is_whole = field.name in _WHOLE_NUMBERS
-            if value is not None and not isinstance(value, int if is_whole else int | float):
+            right = isinstance(value, int if is_whole else int | float)
+            if value is not None and (not right or isinstance(value, bool)):
                 kind = "an integer" if is_whole else "a number"
                 raise ValueError(f"{field.name}={value!r} must be {kind}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be 1 or more")
 
     @classmethod
     def from_hf(

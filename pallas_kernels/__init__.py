@@ -1,4 +1,4 @@
-"""Attention over pages, and moving pages about. Imports jax only, so it can be used alone."""
+"""Attention over pages, and moving them about. It imports jax and numpy only: usable alone."""
 
 from paxkv.pallas_kernels.attention import PagedAttention, paged_attention
 from paxkv.pallas_kernels.layout import NULL_PAGE

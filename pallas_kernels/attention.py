@@ -55,7 +55,8 @@ def paged_attention(
 
     Rows of padding and of sequences with `kv_len` 0 give zeros. What lies in pages outside the
     valid tokens, NaN included, changes nothing. Scores are scaled, then capped, then masked;
-    products and sums are accumulated in float32.
+    products and sums are accumulated in float32. It is neither differentiated nor vmapped: pack
+    sequences, and train through `paxkv.CausalView`.
 
     Args:
         queries: `[T, N, H]`.

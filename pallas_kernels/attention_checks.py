@@ -22,10 +22,20 @@ def check_arguments(
     if queries.ndim != 3:
         raise ValueError(f"queries must be [T, N, H], found shape {queries.shape}")
     num_rows, num_heads, head_dim = queries.shape
+    if not (num_rows and block_tables.size):
+        raise ValueError(
+            f"there must be at least one row, one sequence and one page for each, found queries "
+            f"{queries.shape} and block_tables {block_tables.shape}"
+        )
     if key_pages.ndim != 4 or key_pages.shape != value_pages.shape:
         raise ValueError(
             "key_pages and value_pages must both be [P, K, S, H], "
             f"found {key_pages.shape} and {value_pages.shape}"
+        )
+    if key_pages.dtype != value_pages.dtype:
+        raise ValueError(
+            f"key_pages and value_pages must be of one dtype, found {key_pages.dtype} and "
+            f"{value_pages.dtype}"
         )
     num_kv_heads = key_pages.shape[1]
     check_heads(num_heads, num_kv_heads)

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,8 @@ def paged_attention_gpu(
     if major == 9:
         return paged_attention_hopper(
             *arguments, **settings, interpret=interpret,
-            num_multiprocessors=4 if interpret else 132,  # an interpreter takes turns for all
+            # An interpreter takes turns for all: few.
+            num_multiprocessors=4 if interpret else getattr(_gpu(), "core_count", 132),
         )  # fmt: skip
     from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
 
@@ -98,14 +100,22 @@ def paged_attention_gpu(
 
 def compute_capability() -> tuple[int, int]:
     """Of the GPU that programs are traced for: (9, 0) for Hopper, and where there is none."""
-    device = jax.config.jax_default_device
-    if device is None or isinstance(device, str) or device.platform not in ("gpu", "cuda"):
-        try:
-            device = jax.local_devices(backend="cuda")[0]
-        except RuntimeError:  # no such backend
-            return _HOPPER
-    major, minor = str(device.compute_capability).split(".")
+    gpu = _gpu()
+    if gpu is None:
+        return _HOPPER
+    major, minor = str(gpu.compute_capability).split(".")
     return int(major), int(minor)
+
+
+def _gpu() -> Any:
+    """The default device if that is a GPU, else this machine's first one, else None."""
+    device = jax.config.jax_default_device
+    if device is not None and not isinstance(device, str) and device.platform in ("gpu", "cuda"):
+        return device
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # no such backend
+        return None
 
 
 @functools.cache  # once, not once a layer

@@ -1,4 +1,4 @@
-"""How K and V lie in a page, and the only code that indexes into one.
+"""How K and V lie in a page. Only this package indexes into one.
 
 Each layer has one array of keys and one of values, `[P, K, S, H]`: `P` pages of `K` KV heads of
 `S` tokens of `H` numbers. One head of one page is then one piece of memory, `S` rows of `H`: a

@@ -41,8 +41,6 @@ def write_tokens(
     Returns:
         The pool array, updated in place where it was donated.
     """
-    if implementation is None and pages.shape[2] % 8:
-        implementation = "reference"  # pages of less than a tile have no kernel
     tokens = tokens.astype(pages.dtype)
     return _move(_WRITE, implementation, interpret, pages, page_ids, offsets, tokens)
 
@@ -135,6 +133,8 @@ def _put_pages(pages, page_ids, contents):
 def _on_tpu(*arrays: jax.Array, name: str, interpret: bool = False) -> jax.Array:
     from paxkv.pallas_kernels import tpu_movers  # Pallas takes half a second to import
 
+    if name == "write_tokens" and (refusal := tpu_movers.write_refusal(arrays[0])):
+        raise ValueError(f"implementation='tpu' does not serve this pool: {refusal}")
     dtype = arrays[0].dtype
     if dtype == jnp.float16:  # which a TPU kernel does not take; to move bits, any name will do
         arrays = tuple(
@@ -144,6 +144,12 @@ def _on_tpu(*arrays: jax.Array, name: str, interpret: bool = False) -> jax.Array
     return lax.bitcast_convert_type(moved, dtype)
 
 
+def _has_kernel(name: str, pages: jax.Array) -> bool:
+    from paxkv.pallas_kernels import tpu_movers
+
+    return name != "write_tokens" or tpu_movers.write_refusal(pages) is None
+
+
 class _Mover(NamedTuple):
     reference: Callable[..., jax.Array]
     on_tpu: Callable[..., jax.Array]
@@ -151,15 +157,16 @@ class _Mover(NamedTuple):
 
 
 def _mover(reference: Callable[..., jax.Array], shape: Callable[..., Sequence[int]]) -> _Mover:
-    on_tpu = functools.partial(_on_tpu, name=reference.__name__.removeprefix("_"))
+    name = reference.__name__.removeprefix("_")
+    on_tpu = functools.partial(_on_tpu, name=name)
     return _Mover(
         reference,
         on_tpu,
         per_platform(
-            reference.__name__.removeprefix("_"),
+            name,
             lambda *avals: [jax.core.ShapedArray(shape(*avals), avals[0].dtype)],
             lambda *arrays: [reference(*arrays)],
-            tpu=lambda *arrays: [on_tpu(*arrays)],
+            tpu=lambda *arrays: [(on_tpu if _has_kernel(name, arrays[0]) else reference)(*arrays)],
         ),
     )
 

@@ -5,6 +5,7 @@ platforms. `jax.lax.platform_dependent` does the same, but traces the code of ev
 time, and importing and tracing Pallas kernels takes seconds that a CPU's user would wait for.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -38,9 +39,10 @@ def per_platform(
         rule = mlir.lower_fun(kernel, multiple_results=True)
         mlir.register_lowering(primitive, rule, platform=platform)
 
-    @primitive.def_impl
-    def run(*arrays: jax.Array, **settings) -> Sequence[jax.Array]:
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        return kernels.get(platform, reference)(*arrays, **settings)
+    @functools.cache
+    def compiled(**settings) -> Function:
+        return jax.jit(functools.partial(primitive.bind, **settings))
 
+    # Called outside of `jit`: compiled all the same, for the platform that the arrays are on.
+    primitive.def_impl(lambda *arrays, **settings: compiled(**settings)(*arrays))
     return primitive.bind

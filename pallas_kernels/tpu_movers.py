@@ -121,6 +121,17 @@ def _copy_each(
         act(i, lambda made: made.wait())
 
 
+def write_refusal(pages: jax.Array) -> str | None:
+    """Why `write_tokens` does not serve such a pool, or None if it does."""
+    page_size, itemsize = pages.shape[2], pages.dtype.itemsize
+    if itemsize not in (2, 4):
+        return f"its numbers are {pages.dtype}; those of 16 and 32 bits have a kernel"
+    rows = _TILE_ROWS * 4 // itemsize
+    if page_size % _TILE_ROWS or page_size % min(rows, page_size):
+        return f"its pages hold {page_size} tokens; take a multiple of {rows}, or {_TILE_ROWS}"
+    return None
+
+
 def write_tokens(
     pages: jax.Array,
     page_ids: jax.Array,
@@ -137,10 +148,6 @@ def write_tokens(
     """
     num_pages, num_kv_heads, page_size, head_dim = pages.shape
     packing = 4 // pages.dtype.itemsize
-    if page_size % _TILE_ROWS:
-        raise ValueError(f"{page_size=} must be a multiple of {_TILE_ROWS} for the TPU kernel")
-    if packing not in (1, 2):
-        raise ValueError(f"pages of {pages.dtype} have no TPU kernel: 16 or 32 bits do")
     rows = min(_TILE_ROWS * packing, page_size)
     block = _block_tokens(len(tokens), num_kv_heads, head_dim)
     num_blocks = pl.cdiv(len(tokens), block)

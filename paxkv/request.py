@@ -10,7 +10,7 @@ type FinishReason = Literal["stop", "length", "error"]
 
 MAX_LOGPROBS = 20  # best tokens listed at each place
 MAX_LOGIT_BIASES = 300  # tokens of one request, as in OpenAI's interface
-_MAX_FLOAT32 = 3.4028234e38  # what the device computes with has no larger numbers
+_MAX_FLOAT32 = 3.4028234663852886e38  # what the device computes with has no larger numbers
 
 
 class SamplingDefaults(Protocol):
@@ -93,6 +93,8 @@ class SamplingParams:
             name_of_model = "max_new_tokens" if name == "max_tokens" else name
             choices = getattr(self, name), getattr(model, name_of_model), neutral
             settled[name] = next(choice for choice in choices if choice is not None)
+        if self.max_tokens is None:  # a least length that was asked for outweighs a default
+            settled["max_tokens"] = max(settled["max_tokens"], self.min_tokens)
         return dataclasses.replace(self, **settled)
 
     @property
@@ -132,7 +134,10 @@ def _integer(name: str, value: object) -> int:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be within float32's {_MAX_FLOAT32}") from None
     if _MAX_FLOAT32 < abs(number) < math.inf:
         raise ValueError(f"{name}={number} must be within float32's {_MAX_FLOAT32}")
     return number

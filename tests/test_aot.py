@@ -17,7 +17,7 @@ from benchmarks.chips import CHIPS
 
 TARGETS = ("v5e", "v5p", "v6e", "tpu7x", "sm_80", "sm_90a", "sm_100a")
 # Targets that share their kernels with another one compile the shapes, not every test case.
-EVERY_CASE = ("v6e", "sm_80", "sm_90a")
+EVERY_CASE = ("v6e", "sm_90a")
 KERNEL_CALLS = {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu_v2"}
 
 pytestmark = pytest.mark.skipif(
@@ -63,6 +63,8 @@ def test_decode_loop_compiles_without_copy_of_the_pool_or_word_to_the_host(targe
     results = compile_all(target, "benchmarks.aot_cases:loop_jobs", LOOP_NAMES)
     assert set(results) == set(LOOP_NAMES)
     assert not failures(results)
+    for result in results.values():
+        assert KERNEL_CALLS[CHIPS[target].platform] in result.kernels
 
 
 def test_case_that_ends_the_process_is_told_and_the_rest_goes_on():

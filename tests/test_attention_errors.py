@@ -32,6 +32,8 @@ def integers(*numbers) -> jax.Array:
         ({"queries": zeros(7, 256)}, "queries must be [T, N, H], found shape (7, 256)"),
         ({"key_pages": zeros(8, 16, 128)}, "found (8, 16, 128) and (8, 2, 16, 64)"),
         ({"value_pages": zeros(9, 2, 16, 64)}, "found (8, 2, 16, 64) and (9, 2, 16, 64)"),
+        ({"value_pages": jnp.zeros((8, 2, 16, 64), jnp.bfloat16)}, "found float32 and bfloat16"),
+        ({"block_tables": jnp.zeros((2, 0), jnp.int32)}, "at least one row, one sequence and one"),
         ({"queries": zeros(7, 3, 64)}, "3 query heads cannot share 2 KV heads evenly"),
         ({"queries": zeros(7, 33, 64)}, "33 query heads cannot share 2 KV heads evenly"),
         ({"queries": zeros(7, 1, 64)}, "1 query heads cannot share 2 KV heads evenly"),

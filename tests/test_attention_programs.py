@@ -1,13 +1,17 @@
 """What paged attention compiles to: the pool in place, cost by tokens stored, wide addresses."""
 
+import functools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import export
 from jax.extend import core as jex_core
 
 from helpers_attention import SETTINGS
@@ -160,3 +164,16 @@ def test_pages_wider_than_heads_change_nothing(max_q_len):
         pages = getattr(found, name)
         testing.assert_same_bits(pages[..., : DECODE.head_dim], getattr(right, name), name)
         assert not jnp.nan_to_num(pages[..., DECODE.head_dim :]).any()
+
+
+def test_one_program_is_exported_for_cpu_and_gpu():
+    inputs = random_inputs(DECODE, jnp.bfloat16)
+    attend = jax.jit(functools.partial(paged_attention, max_q_len=1))
+    exported = export.export(attend, platforms=("cpu", "cuda"))(**shapes_of(inputs))
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
+def test_call_outside_of_jit_takes_numpy_arrays():
+    inputs = random_inputs(DECODE, jnp.float32)
+    arguments: dict[str, Any] = {name: np.asarray(x) for name, x in inputs.arguments.items()}
+    testing.assert_right(inputs, paged_attention(**arguments, max_q_len=1))

@@ -107,7 +107,7 @@ def test_unknown_implementation_is_refused():
 
 def test_page_of_less_than_a_tile_has_no_tpu_kernel_and_takes_the_reference():
     pages, tokens = jnp.zeros((2, 1, 4, 8)), jnp.ones((1, 1, 8))
-    with pytest.raises(ValueError, match="page_size=4 must be a multiple of 8"):
+    with pytest.raises(ValueError, match="pages hold 4 tokens"):
         write_tokens(pages, i32(1), i32(3), tokens, implementation="tpu")
     assert write_tokens(pages, i32(1), i32(3), tokens)[1, 0, 3, 0] == 1
 
@@ -124,3 +124,14 @@ def test_donated_pool_is_updated_in_place(name):
     pages = jnp.zeros((4, 1, 8, 8))
     place = pages.unsafe_buffer_pointer()
     assert jax.jit(MOVES[name], donate_argnums=0)(pages).unsafe_buffer_pointer() == place
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "what"),
+    [(24, jnp.bfloat16, "24 tokens"), (40, jnp.bfloat16, "40 tokens"), (16, jnp.int8, "int8")],
+)
+def test_tpu_kernel_refuses_pages_that_do_not_split_into_tiles(page_size, dtype, what):
+    pages = jnp.zeros((3, 2, page_size, 128), dtype)
+    one = jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match=what):
+        write_tokens(pages, one, one, pages[:1, :, 0], implementation="tpu", interpret=True)

@@ -51,6 +51,7 @@ class ModelSettings:
         ("logit_bias", {1: math.nan}, "logit_bias of 1=nan"),
         ("logit_bias", {1: math.inf}, "-inf to forbid"),
         ("logit_bias", {1: -1e39}, "float32"),
+        ("temperature", 10**400, "float32"),
         ("logit_bias", {token: 1.0 for token in range(301)}, "names 301 tokens; at most 300"),
         ("logit_bias", [(1, 1.0), (1, 2.0)], "twice"),
     ],
@@ -111,7 +112,7 @@ def test_edges_are_allowed():
         presence_penalty=-2,
         frequency_penalty=2,
         seed=-(2**70),
-        logit_bias={token: -math.inf for token in range(300)},
+        logit_bias={token: -math.inf for token in range(299)} | {300: float(np.finfo("f4").min)},
     )
 
 
@@ -144,8 +145,7 @@ def test_min_tokens_above_max_tokens_is_refused():
         SamplingParams(min_tokens=300, max_tokens=299)
     open_params = SamplingParams(min_tokens=300)
     assert open_params.with_defaults(ModelSettings(max_new_tokens=300)).max_tokens == 300
-    with pytest.raises(ValueError, match="min_tokens=300 must be at most max_tokens=256"):
-        open_params.with_defaults(ModelSettings())
+    assert open_params.with_defaults(ModelSettings()).max_tokens == 300
 
 
 def test_params_survive_replace():

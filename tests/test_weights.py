@@ -269,6 +269,8 @@ def test_generation_settings_come_from_both_files(tmp_path):
         {"eos_token_id": [-1]},
         {"temperature": "hot"},
         {"max_new_tokens": 20.5},
+        {"max_new_tokens": 0},
+        {"temperature": True},
     ],
 )
 def test_generation_settings_of_wrong_types_are_refused(settings, tmp_path):
