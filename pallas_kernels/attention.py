@@ -26,7 +26,7 @@ class PagedAttention(NamedTuple):
     out: jax.Array  # [T, N, H] in the queries' dtype
     key_pages: jax.Array  # [P, K, S, H] with the new tokens in it
     value_pages: jax.Array  # [P, K, S, H]
-    log_sum_exp: jax.Array  # f32[T, N] of scores and sinks, -inf where a row sees no key
+    log_sum_exp: jax.Array  # f32[T, N] of scores and sinks, -inf where a row sees nothing
 
 
 def paged_attention(

@@ -210,7 +210,7 @@ def unite(
         values, top = _merge_items(values, top, plan.unit_of_item, plan.num_units)
     unit, query = plan.unit_of_row, plan.query_of_row
     values, top = values[unit, :, query], top[unit, :, query]  # [T, K, G, H] and [T, K, G]
-    is_seen = top > MASKED / 2
+    is_seen = ~(top <= MASKED / 2)  # NaN is not hidden
     num_heads = num_kv_heads * group
     softmax = PartialSoftmax(
         top=jnp.where(is_seen, top, MASKED).reshape(-1, num_heads),
@@ -232,7 +232,7 @@ def _merge_items(
     owner = unit_of_item[None] == jnp.arange(num_units, dtype=jnp.int32)[:, None]
     shape = num_items, num_kv_heads, unit_queries * group
     top = top.reshape(shape)
-    is_seen = jnp.any(owner, axis=0)[:, None, None] & (top > MASKED / 2)
+    is_seen = jnp.any(owner, axis=0)[:, None, None] & ~(top <= MASKED / 2)
     part = PartialSoftmax(
         top=jnp.where(is_seen, top, MASKED),
         total=is_seen.astype(jnp.float32),

@@ -41,7 +41,7 @@ def normalise(softmax: PartialSoftmax, sinks: jax.Array | None) -> tuple[jax.Arr
         values = values * shrink[..., None]
         total = total * shrink + jnp.exp(sinks[None].astype(jnp.float32) - with_sink)
         top = with_sink
-    saw_keys = top > MASKED / 2
+    saw_keys = ~(top <= MASKED / 2)  # NaN is not hidden
     out = jnp.where(saw_keys[..., None], values / jnp.where(saw_keys, total, 1.0)[..., None], 0.0)
     lse = jnp.where(saw_keys, top + jnp.log(jnp.where(saw_keys, total, 1.0)), -jnp.inf)
     return out, lse
@@ -94,11 +94,19 @@ def merge_into_owners(
     top = jnp.maximum(softmax.top, jnp.max(tops, axis=1))
     keep = jnp.exp(softmax.top - top)
     share = jnp.exp(jnp.minimum(part.top - top[slots], 0.0))
-    owner_weights = owner.astype(jnp.float32)
-    total = jnp.einsum("br,rkg->bkg", owner_weights, part.total * share, precision="highest")
-    values = jnp.einsum(
-        "br,rkgh->bkgh", owner_weights, part.values * share[..., None], precision="highest"
-    )
+    total = _sum_by_owner(part.total * share, owner)
+    values = _sum_by_owner(part.values * share[..., None], owner)
     return PartialSoftmax(
         top, softmax.total * keep + total, softmax.values * keep[..., None] + values
     )
+
+
+def _sum_by_owner(x: jax.Array, owner: jax.Array) -> jax.Array:
+    """Sums of `[R, ...]` over what each of B owns: a product, in which 0 x NaN must not be NaN."""
+
+    def summed(x: jax.Array) -> jax.Array:
+        return jnp.einsum("br,r...->b...", owner.astype(jnp.float32), x, precision="highest")
+
+    is_finite = jnp.isfinite(x)
+    is_lost = summed((~is_finite).astype(jnp.float32)) > 0
+    return jnp.where(is_lost, jnp.nan, summed(jnp.where(is_finite, x, 0.0)))

@@ -44,5 +44,9 @@ def per_platform(
         return jax.jit(functools.partial(primitive.bind, **settings))
 
     # Called outside of `jit`: compiled all the same, for the platform that the arrays are on.
-    primitive.def_impl(lambda *arrays, **settings: compiled(**settings)(*arrays))
+    @primitive.def_impl
+    def run(*arrays: jax.Array, **settings) -> Sequence[jax.Array]:
+        with jax.disable_jit(False):
+            return compiled(**settings)(*arrays)
+
     return primitive.bind

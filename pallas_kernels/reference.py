@@ -134,7 +134,9 @@ def _decode(
     slot_queries = queries[row_of_slot].reshape(num_slots, num_kv_heads, group, head_dim)
     first_seen = None if window is None else jnp.maximum(kv_lens - window, 0)
     first_tile = jnp.zeros_like(kv_lens) if first_seen is None else first_seen // tile_tokens
-    num_tiles = jnp.where(has_query, -(-kv_lens // tile_tokens) - first_tile, 0)
+    in_table = jnp.minimum(kv_lens, max_pages * page_size)
+    num_tiles = jnp.maximum(-(-in_table // tile_tokens) - first_tile, 0)
+    num_tiles = jnp.where(has_query, num_tiles, 0)
     tiles_until = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
     number = jnp.arange(-(-most_tiles // turn) * turn, dtype=jnp.int32)

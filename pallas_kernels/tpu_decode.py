@@ -249,7 +249,7 @@ def _decode_kernel(
                 values *= shrink[:, :1]
                 stack_total = stack_total * shrink + jnp.exp(sinks - with_sink)
                 stack_top = with_sink
-            saw_keys = stack_top > MASKED / 2
+            saw_keys = ~(stack_top <= MASKED / 2)  # NaN is not hidden
             stack_total = jnp.where(saw_keys, stack_total, 1.0)
             values = jnp.where(saw_keys[:, :1], values / stack_total[:, :1], 0.0)
             out_buf[half, stack] = values.astype(out_buf.dtype)

@@ -269,6 +269,7 @@ def _mixed_kernel(
                 (first < first_row)
                 | (end > end_row)
                 | (position_of(slot, first) < start + tile_tokens - 1)
+                | (start + tile_tokens > seen(*pair)[1])
                 | ~is_whole
             )
             if window is not None:
@@ -324,7 +325,7 @@ def _mixed_kernel(
             values *= shrink[:, :1]
             head_total = head_total * shrink + jnp.exp(sinks - with_sink)
             head_top = with_sink
-        saw_keys = head_top > MASKED / 2
+        saw_keys = ~(head_top <= MASKED / 2)  # NaN is not hidden
         head_total = jnp.where(saw_keys, head_total, 1.0)
         values = jnp.where(saw_keys[:, :1], values / head_total[:, :1], 0.0)
         out_ref[head] = values.astype(out_ref.dtype)

@@ -60,8 +60,10 @@ def test_movers_compile_to_nothing_but_the_moves(target):
 
 
 def test_decode_loop_compiles_without_copy_of_the_pool_or_word_to_the_host(target):
-    results = compile_all(target, "benchmarks.aot_cases:loop_jobs", LOOP_NAMES)
-    assert set(results) == set(LOOP_NAMES)
+    # Only a TPU fills narrow heads up.
+    names = LOOP_NAMES if CHIPS[target].platform == "tpu" else LOOP_NAMES[:1]
+    results = compile_all(target, "benchmarks.aot_cases:loop_jobs", names)
+    assert set(results) == set(names)
     assert not failures(results)
     for result in results.values():
         assert KERNEL_CALLS[CHIPS[target].platform] in result.kernels

@@ -420,3 +420,23 @@ class TestPagedAttention:
             **inputs.arguments, max_q_len=1, implementation=implementation, interpret=True
         )
         assert_right(inputs, result)
+
+    @pytest.mark.parametrize("implementation", ["reference", "tpu"])
+    @pytest.mark.parametrize("name", ["queries", "new_keys", "new_values"])
+    def test_nan_of_one_sequence_shows_there_and_nowhere_else(self, implementation, name):
+        case = Case(lengths=((1, 20), (1, 20), (1, 20)), num_rows=6, max_pages=5, num_pages=20)
+        inputs = random_inputs(case, jnp.float32)
+        broken = {name: inputs.arguments[name].at[0].set(jnp.nan)}
+        result = attend(implementation, inputs, max_q_len=1, **broken)
+        assert np.isnan(result.out[0]).all()
+        assert np.isfinite(result.out[1:3]).all() and np.isfinite(result.log_sum_exp[1:3]).all()
+
+
+def test_length_past_the_table_leaves_other_sequences_alone():
+    """Within `jit`, where lengths cannot be checked."""
+    case = Case(lengths=((1, 16), (1, 5)), num_rows=4, max_pages=1, num_pages=4)
+    inputs = random_inputs(case, jnp.float32)
+    right, lse = right_result(inputs)
+    result = attend("reference", inputs, max_q_len=1, kv_lens=jnp.array([17, 5], jnp.int32))
+    assert_close(result.out[1], right[1], jnp.float32)
+    assert_close(result.log_sum_exp[1], lse[1], jnp.float32)
