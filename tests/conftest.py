@@ -1,7 +1,9 @@
 """Settings that every test runs under."""
 
 import gc
+import itertools
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,14 +17,20 @@ settings.register_profile("paxkv", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("paxkv")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _programs_are_dropped_after_each_file():
+_MAPS = Path("/proc/self/maps")  # a line each
+_MANY_MAPS = 20_000
+_tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_dropped_before_memory_maps_run_out():
     """Each compiled program maps memory, of which the kernel grants a process 65,530 pieces.
 
-    The programs of all test files together are more: without this, LLVM crashes near the end.
+    The programs of all tests together are more: without this, LLVM crashes.
     """
     import jax  # only now: it reads the settings above when it is first imported
 
     yield
-    jax.clear_caches()
-    gc.collect()
+    if next(_tests_run) % 10 == 0 and len(_MAPS.read_text().splitlines()) > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
