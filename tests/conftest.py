@@ -18,7 +18,7 @@ settings.load_profile("paxkv")
 
 
 _MAPS = Path("/proc/self/maps")  # a line each
-_MANY_MAPS = 20_000
+_MANY_MAPS = 30_000
 _tests_run = itertools.count(1)
 
 
