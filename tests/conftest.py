@@ -22,13 +22,22 @@ _MANY_MAPS = 30_000
 _tests_run = itertools.count(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _each_file_compiles_its_own_programs():
+    import jax  # only now: it reads the settings above when it is first imported
+
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def _programs_are_dropped_before_memory_maps_run_out():
     """Each compiled program maps memory, of which the kernel grants a process 65,530 pieces.
 
-    The programs of all tests together are more: without this, LLVM crashes.
+    The programs of all tests together are more, and those of one file may be: LLVM would crash.
     """
-    import jax  # only now: it reads the settings above when it is first imported
+    import jax
 
     yield
     if next(_tests_run) % 10 == 0 and len(_MAPS.read_text().splitlines()) > _MANY_MAPS:
