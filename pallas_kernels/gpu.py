@@ -53,21 +53,7 @@ def paged_attention_gpu(
     there is none, as when exporting, the program is for Hopper. What no kernel takes, and GPUs
     before Ampere, take the reference.
 
-    Args:
-        queries: As for `paged_attention`, like all but `interpret`.
-        new_keys: See `queries`.
-        new_values: See `queries`.
-        key_pages: See `queries`.
-        value_pages: See `queries`.
-        block_tables: See `queries`.
-        kv_lens: See `queries`.
-        cu_q_lens: See `queries`.
-        scale: See `queries`.
-        window: See `queries`.
-        soft_cap: See `queries`.
-        sinks: See `queries`.
-        max_q_len: See `queries`.
-        interpret: Runs the kernel on the CPU, and raises where two threads race.
+    `interpret` runs the kernel on the CPU, which raises where two threads race.
 
     Returns:
         Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.

@@ -399,22 +399,8 @@ def paged_attention_hopper(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`paged_attention` on Hopper; see there for the arguments.
 
-    Args:
-        queries: As there, like all but the last two.
-        new_keys: See `queries`.
-        new_values: See `queries`.
-        key_pages: See `queries`.
-        value_pages: See `queries`.
-        block_tables: See `queries`.
-        kv_lens: See `queries`.
-        cu_q_lens: See `queries`.
-        scale: See `queries`.
-        window: See `queries`.
-        soft_cap: See `queries`.
-        sinks: See `queries`.
-        max_q_len: See `queries`.
-        interpret: Runs on the CPU, and raises where two threads race.
-        num_multiprocessors: Of the GPU; work is split until all have some.
+    `interpret` runs it on the CPU, which raises where two threads race. Work is split until all
+    `num_multiprocessors` of the GPU have some.
 
     Returns:
         Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.

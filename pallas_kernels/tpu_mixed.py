@@ -377,20 +377,7 @@ def paged_mixed_tpu(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`paged_attention_tpu` for any number of queries per sequence.
 
-    Args:
-        queries: As for `paged_attention_tpu`, like the others not named here.
-        new_keys: See `queries`.
-        new_values: See `queries`.
-        key_pages: See `queries`.
-        value_pages: See `queries`.
-        block_tables: See `queries`.
-        kv_lens: See `queries`.
-        cu_q_lens: See `queries`.
-        scale: See `queries`.
-        window: See `queries`.
-        soft_cap: See `queries`.
-        sinks: See `queries`.
-        interpret: See `queries`.
+    Arguments and results are as there.
     """
     chip = chip_traced_for()
     num_tokens, num_heads, head_dim = queries.shape
