@@ -1,12 +1,13 @@
 """Attention over a paged KV cache: one call for prefill, chunks of prefill and decode."""
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.core
 import numpy as np
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.attention_checks import check_arguments
 from paxkv.pallas_kernels.layout import fill_heads
 from paxkv.pallas_kernels.per_platform import Function, per_platform
@@ -18,15 +19,6 @@ type Implementation = Literal["reference", "tpu", "gpu"]
 KERNEL_HEAD_DIMS = (64, 80, 96, 128, 256)
 KERNEL_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 KERNEL_MAX_GROUP = 16  # query heads of a KV head
-
-
-class PagedAttention(NamedTuple):
-    """What `paged_attention` returns."""
-
-    out: jax.Array  # [T, N, H] in the queries' dtype
-    key_pages: jax.Array  # [P, K, S, H] with the new tokens in it
-    value_pages: jax.Array  # [P, K, S, H]
-    log_sum_exp: jax.Array  # f32[T, N] of scores and sinks, -inf where a row sees nothing
 
 
 def paged_attention(
@@ -84,33 +76,28 @@ def paged_attention(
         ValueError: Shapes or settings do not fit, or the named implementation does not serve
             them; the message says which and what would.
     """
-    check_arguments(
-        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
-        window, soft_cap, sinks, max_q_len,
-    )  # fmt: skip
     head_dim, stored_dim = queries.shape[-1], key_pages.shape[-1]
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    arrays = AttentionArrays(
+        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
+        sinks,
+    )  # fmt: skip
+    settings = AttentionSettings(
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        window=window,
+        soft_cap=soft_cap,
+        max_q_len=max_q_len,
+    )
+    check_arguments(arrays, settings)
+    attend = _choose(implementation, arrays, interpret=interpret)
     if head_dim < stored_dim:
-        queries, new_keys, new_values = (
-            fill_heads(x, stored_dim) for x in (queries, new_keys, new_values)
-        )
-    arrays = (
-        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens
-    )  # fmt: skip
-    attend = _choose(implementation, queries, key_pages, interpret=interpret)
-    out, lse, key_pages, value_pages = attend(
-        *arrays, *([] if sinks is None else [sinks]),
-        scale=scale, window=window, soft_cap=soft_cap, max_q_len=max_q_len,
-    )  # fmt: skip
-    return PagedAttention(out[..., :head_dim], key_pages, value_pages, lse)
+        new = (fill_heads(x, stored_dim) for x in (queries, new_keys, new_values))
+        arrays = AttentionArrays(*new, *arrays[3:])
+    result = PagedAttention(*attend(*jax.tree.leaves(arrays), settings=settings))
+    return result._replace(out=result.out[..., :head_dim])
 
 
 def _choose(
-    implementation: Implementation | None,
-    queries: jax.Array,
-    key_pages: jax.Array,
-    *,
-    interpret: bool,
+    implementation: Implementation | None, arrays: AttentionArrays, *, interpret: bool
 ) -> Function:
     """The implementation that is named, or one that is settled when the program is lowered."""
     if implementation is None:
@@ -120,9 +107,9 @@ def _choose(
         raise ValueError(f"{implementation=} is not one of {', '.join(map(repr, choices))} or None")
     if implementation == "reference":
         return _reference
-    if refusal := _refusal(implementation, queries, key_pages):
+    if refusal := _refusal(implementation, arrays):
         raise ValueError(f"{implementation=} does not serve this call: {refusal}")
-    is_concrete = not isinstance(queries, jax.core.Tracer)
+    is_concrete = not isinstance(arrays.queries, jax.core.Tracer)
     if is_concrete and not interpret and (platform := jax.default_backend()) != implementation:
         raise ValueError(
             f"{implementation=} does not run on {platform}: leave the choice to the platform, or "
@@ -131,43 +118,39 @@ def _choose(
     return functools.partial(_kernel, implementation=implementation, interpret=interpret)
 
 
-def _reference(*arrays: jax.Array, **settings) -> tuple[jax.Array, ...]:
-    return paged_attention_reference(*arrays[:8], sinks=_sinks(arrays), **settings)
+def _reference(*arrays: jax.Array, settings: AttentionSettings) -> PagedAttention:
+    return paged_attention_reference(AttentionArrays(*arrays), settings)
 
 
-def _sinks(arrays: tuple[jax.Array, ...]) -> jax.Array | None:
-    return arrays[8] if len(arrays) > 8 else None
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("implementation", "scale", "window", "soft_cap", "max_q_len", "interpret"),
-)
+@functools.partial(jax.jit, static_argnames=("settings", "implementation", "interpret"))
 def _kernel(
-    *arrays: jax.Array, implementation: Implementation, interpret: bool = False, **settings
-) -> tuple[jax.Array, ...]:
+    *arrays: jax.Array,
+    settings: AttentionSettings,
+    implementation: Implementation,
+    interpret: bool = False,
+) -> PagedAttention:
     if implementation == "tpu":
         from paxkv.pallas_kernels.tpu import paged_attention_tpu as attend
     else:
         from paxkv.pallas_kernels.gpu import paged_attention_gpu as attend
-    return attend(*arrays[:8], sinks=_sinks(arrays), interpret=interpret, **settings)
+    return attend(AttentionArrays(*arrays), settings, interpret=interpret)
 
 
 def _kernel_or_reference(
-    *arrays: jax.Array, implementation: Implementation, **settings
-) -> tuple[jax.Array, ...]:
-    queries, _, _, key_pages, *_ = arrays
-    if _refusal(implementation, queries, key_pages):
-        return _reference(*arrays, **settings)
-    return _kernel(*arrays, implementation=implementation, **settings)
+    *arrays: jax.Array, settings: AttentionSettings, implementation: Implementation
+) -> PagedAttention:
+    if _refusal(implementation, AttentionArrays(*arrays)):
+        return _reference(*arrays, settings=settings)
+    return _kernel(*arrays, settings=settings, implementation=implementation)
 
 
 def _result_avals(
-    queries: jax.core.ShapedArray, *arrays: jax.core.ShapedArray, **_
+    *arrays: jax.core.ShapedArray, settings: AttentionSettings
 ) -> tuple[jax.core.ShapedArray, ...]:
-    _, _, key_pages, value_pages, *_ = arrays
+    del settings
+    queries, _, _, key_pages, value_pages, *_ = arrays
     lse = jax.core.ShapedArray(queries.shape[:2], np.dtype(np.float32))
-    return queries, lse, key_pages, value_pages
+    return queries, key_pages, value_pages, lse
 
 
 _of_platform = per_platform(
@@ -179,20 +162,18 @@ _of_platform = per_platform(
 )
 
 
-def _refusal(
-    implementation: Implementation, queries: jax.Array, key_pages: jax.Array
-) -> str | None:
-    """Why a kernel does not serve such shapes, or None if it does."""
-    _, num_kv_heads, page_size, head_dim = key_pages.shape
+def _refusal(implementation: Implementation, arrays: AttentionArrays) -> str | None:
+    """Why a kernel does not serve such a call, or None if it does."""
+    _, num_kv_heads, page_size, head_dim = arrays.key_pages.shape
     if page_size not in KERNEL_PAGE_SIZES:
         return f"pages hold {page_size} tokens; it takes one of {KERNEL_PAGE_SIZES}"
     if head_dim not in KERNEL_HEAD_DIMS:
         return f"heads have {head_dim} numbers; it takes one of {KERNEL_HEAD_DIMS}"
-    group = queries.shape[1] // num_kv_heads
+    group = arrays.queries.shape[1] // num_kv_heads
     if group > KERNEL_MAX_GROUP:
         return f"{group} query heads share a KV head; it takes up to {KERNEL_MAX_GROUP}"
     if implementation == "tpu":
         from paxkv.pallas_kernels.tpu import tpu_refusal as refusal
     else:
         from paxkv.pallas_kernels.gpu import gpu_refusal as refusal
-    return refusal(queries, key_pages)
+    return refusal(arrays)

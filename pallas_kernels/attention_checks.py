@@ -4,6 +4,8 @@ import jax
 import jax.core
 import numpy as np
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
+
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raises a ValueError unless every KV head serves a whole number of query heads."""
@@ -14,11 +16,13 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_arguments(
-    queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
-    window, soft_cap, sinks, max_q_len,
-) -> None:  # fmt: skip
+def check_arguments(arrays: AttentionArrays, settings: AttentionSettings) -> None:
     """Raises a ValueError unless the arguments of `paged_attention` fit together."""
+    (
+        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
+        sinks,
+    ) = arrays  # fmt: skip
+    _, window, soft_cap, max_q_len = settings
     if queries.ndim != 3:
         raise ValueError(f"queries must be [T, N, H], found shape {queries.shape}")
     num_rows, num_heads, head_dim = queries.shape

@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.gpu_hopper import paged_attention_hopper
 from paxkv.pallas_kernels.reference import paged_attention_reference
 
 _HOPPER = (9, 0)
 
 
-def gpu_refusal(
-    queries: jax.Array | jax.ShapeDtypeStruct, key_pages: jax.Array | jax.ShapeDtypeStruct
-) -> str | None:
+def gpu_refusal(arrays: AttentionArrays) -> str | None:
     """Why no GPU kernel takes queries and pages of such dtypes; None: one does."""
+    queries, key_pages = arrays.queries, arrays.key_pages
     if queries.dtype == jnp.float32 or key_pages.dtype == jnp.float32:
         return (
             "GPU kernels take bfloat16 and float16, found float32, which tensor cores would round "
@@ -31,57 +31,30 @@ def gpu_refusal(
 
 
 def paged_attention_gpu(
-    queries: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    max_q_len: int | None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`paged_attention` by the kernel of the GPU that it is traced for; see there.
+    arrays: AttentionArrays, settings: AttentionSettings, *, interpret: bool = False
+) -> PagedAttention:
+    """`paged_attention` by the kernel of the GPU that it is traced for.
 
     The GPU is the default device (`jax.default_device`) or else the first of this machine; where
     there is none, as when exporting, the program is for Hopper. What no kernel takes, and GPUs
     before Ampere, take the reference.
 
     `interpret` runs the kernel on the CPU, which raises where two threads race.
-
-    Returns:
-        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
     """
-    arguments = (
-        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens
-    )  # fmt: skip
-    settings = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "max_q_len": max_q_len,
-    }
     major, minor = compute_capability()
     if major < 8:
         _warn_of_old_gpu(major, minor)
-    if major < 8 or gpu_refusal(queries, key_pages) is not None:
-        return paged_attention_reference(*arguments, **settings)
+    if major < 8 or gpu_refusal(arrays) is not None:
+        return paged_attention_reference(arrays, settings)
     if major == 9:
         return paged_attention_hopper(
-            *arguments, **settings, interpret=interpret,
+            arrays, settings, interpret=interpret,
             # An interpreter takes turns for all: few.
             num_multiprocessors=4 if interpret else getattr(_gpu(), "core_count", 132),
         )  # fmt: skip
     from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
 
-    return paged_attention_ampere(*arguments, **settings, interpret=interpret)
+    return paged_attention_ampere(arrays, settings, interpret=interpret)
 
 
 def compute_capability() -> tuple[int, int]:

@@ -5,9 +5,9 @@ head: 16 rows where a sequence has one query, up to 64 otherwise, a row being a 
 the group. Four warps copy pages into a ring in shared memory, some tiles ahead of the products.
 """
 
-import jax
 import jax.numpy as jnp
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.gpu_ampere_kernel import Settings, attend
 from paxkv.pallas_kernels.gpu_ampere_steps import Warps, chip_of_default_device
 from paxkv.pallas_kernels.gpu_common import plan_work, rows_by_kv_head, unite
@@ -21,32 +21,16 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 def paged_attention_ampere(
-    queries: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    max_q_len: int | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`paged_attention` with `mma.sync`; see there for the arguments.
+    arrays: AttentionArrays, settings: AttentionSettings, *, interpret: bool = False
+) -> PagedAttention:
+    """`paged_attention` with `mma.sync`.
 
     Takes bfloat16 and float16, head_dim 64, 80, 96, 128 and 256, pages of a power of two from 8 to
     256, and up to 64 query heads per KV head.
-
-    Returns:
-        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
     """
+    queries, max_q_len = arrays.queries, settings.max_q_len
     num_rows, num_heads, head_dim = queries.shape
-    num_pages, num_kv_heads, page_size, _ = key_pages.shape
+    num_pages, num_kv_heads, page_size, _ = arrays.key_pages.shape
     group = num_heads // num_kv_heads
     chip = chip_of_default_device(interpret=interpret)
     longest = num_rows if max_q_len is None else min(max_q_len, num_rows)
@@ -54,32 +38,32 @@ def paged_attention_ampere(
     tile_tokens, num_stages = _choose_ring(warps, head_dim)
     unit_queries = min(warps.rows // group, longest)
 
-    rows = ragged_rows(num_rows, cu_q_lens, kv_lens)
-    key_pages, value_pages = write_new_tokens(
-        key_pages, value_pages, new_keys, new_values, block_tables, rows
-    )
+    rows = ragged_rows(num_rows, arrays.cu_q_lens, arrays.kv_lens)
+    arrays = write_new_tokens(arrays, rows)
     plan = plan_work(
-        rows, block_tables, kv_lens, cu_q_lens, key_pages,
-        window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
+        arrays, settings, rows, unit_queries=unit_queries, tile_tokens=tile_tokens,
         num_programs=_PROGRAMS_PER_MULTIPROCESSOR * chip.num_multiprocessors,
     )  # fmt: skip
-    settings = Settings(
+    kernel_settings = Settings(
         group=group,
         warps=warps,
         num_stages=num_stages,
         tile_tokens=tile_tokens,
         page_size=page_size,
         num_pages=num_pages,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        scale=settings.scale,
+        window=settings.window,
+        soft_cap=settings.soft_cap,
         has_splits=plan.unit_of_item is not None,
         chip=chip,
     )
     by_head = rows_by_kv_head(queries, num_kv_heads, padding=warps.rows)
-    values, lse = attend(plan.work, block_tables, by_head, key_pages, value_pages, settings)
-    out, lse = unite(values, lse, plan, rows, sinks, unit_queries=unit_queries, group=group)
-    return out.astype(queries.dtype), lse, key_pages, value_pages
+    values, lse = attend(
+        plan.work, arrays.block_tables, by_head, arrays.key_pages, arrays.value_pages,
+        kernel_settings,
+    )  # fmt: skip
+    out, lse = unite(values, lse, plan, rows, arrays.sinks, unit_queries=unit_queries, group=group)
+    return PagedAttention(out.astype(queries.dtype), arrays.key_pages, arrays.value_pages, lse)
 
 
 def _choose_warps(dtype: jnp.dtype, most_rows: int, head_dim: int) -> Warps:

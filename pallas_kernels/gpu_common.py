@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
 from paxkv.pallas_kernels.layout import page_size_of
 from paxkv.pallas_kernels.online_softmax import (
     MASKED,
@@ -45,14 +46,10 @@ class Plan(NamedTuple):
 
 
 def plan_work(
+    arrays: AttentionArrays,
+    settings: AttentionSettings,
     rows: Ragged,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    pages: jax.Array,
     *,
-    window: int | None,
-    max_q_len: int | None,
     unit_queries: int,
     tile_tokens: int,
     num_programs: int,
@@ -63,19 +60,17 @@ def plan_work(
     All of it is the same for every layer of a model, so XLA does it once per step.
 
     Args:
+        arrays: Of the call.
+        settings: Of the call.
         rows: Where each packed row stands.
-        block_tables: `i32[B, M]`, as given.
-        kv_lens: `i32[B]`.
-        cu_q_lens: `i32[B + 1]`.
-        pages: A pool array, `[P, K, S, H]`.
-        window: Tokens a query sees.
-        max_q_len: A bound on rows per sequence, if known.
         unit_queries: Queries of a unit, at most.
         tile_tokens: Keys that a kernel takes at a time.
         num_programs: How many fill the GPU.
         num_rounds: Units for fewer rounds of programs than that are cut into items for so many:
             with a round and a bit, most of the GPU would idle in the last one.
     """
+    _, _, _, pages, _, block_tables, kv_lens, cu_q_lens, _ = arrays
+    window, max_q_len = settings.window, settings.max_q_len
     num_rows, num_slots, num_kv_heads = rows.slots.shape[0], kv_lens.shape[0], pages.shape[1]
     longest = num_rows if max_q_len is None else min(max_q_len, num_rows)
     page_size = page_size_of(pages)

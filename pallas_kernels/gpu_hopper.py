@@ -22,6 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.gpu_common import Work, plan_work, rows_by_kv_head, unite
 from paxkv.pallas_kernels.gpu_steps import (
     LOG2_E,
@@ -380,47 +381,31 @@ def _transforms(head_dim: int) -> tuple[Any, ...]:
 
 
 def paged_attention_hopper(
-    queries: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
+    arrays: AttentionArrays,
+    settings: AttentionSettings,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    max_q_len: int | None,
     interpret: bool = False,
     num_multiprocessors: int = 132,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`paged_attention` on Hopper; see there for the arguments.
+) -> PagedAttention:
+    """`paged_attention` on Hopper.
 
     `interpret` runs it on the CPU, which raises where two threads race. Work is split until all
     `num_multiprocessors` of the GPU have some.
-
-    Returns:
-        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
     """
-    num_pages, num_kv_heads, page_size, head_dim = key_pages.shape
+    queries = arrays.queries
+    num_pages, num_kv_heads, page_size, head_dim = arrays.key_pages.shape
     group = queries.shape[1] // num_kv_heads
-    rows = ragged_rows(queries.shape[0], cu_q_lens, kv_lens)
-    key_pages, value_pages = write_new_tokens(
-        key_pages, value_pages, new_keys, new_values, block_tables, rows
-    )
-    is_decode = max_q_len == 1
+    rows = ragged_rows(queries.shape[0], arrays.cu_q_lens, arrays.kv_lens)
+    arrays = write_new_tokens(arrays, rows)
+    is_decode = settings.is_decode
     num_warpgroups, num_buffers = (1, 2) if is_decode else (2, 1)
     unit_queries = 1 if is_decode else num_warpgroups * _ROWS // group
     tile_tokens = 128 if not is_decode and head_dim <= 128 else 64
     plan = plan_work(
-        rows, block_tables, kv_lens, cu_q_lens, key_pages,
-        window=window, max_q_len=max_q_len, unit_queries=unit_queries, tile_tokens=tile_tokens,
+        arrays, settings, rows, unit_queries=unit_queries, tile_tokens=tile_tokens,
         num_programs=num_multiprocessors, num_rounds=4 if is_decode else 1,
     )  # fmt: skip
-    settings = _Settings(
+    kernel_settings = _Settings(
         group=group,
         unit_queries=unit_queries,
         out_rows=-(-group // 8) * 8 if is_decode else _ROWS,
@@ -430,9 +415,9 @@ def paged_attention_hopper(
         tile_tokens=tile_tokens,
         page_size=page_size,
         num_pages=num_pages,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        scale=settings.scale,
+        window=settings.window,
+        soft_cap=settings.soft_cap,
         # Decode keeps one program on each multiprocessor, whose copies run on from one piece of
         # work to the next; prefill computes more than it copies and is better balanced by the GPU.
         num_programs=num_multiprocessors if is_decode else 2**31 - 1,
@@ -440,13 +425,14 @@ def paged_attention_hopper(
         interpret=interpret,
     )
     rows_of_heads = rows_by_kv_head(
-        queries, num_kv_heads, padding=num_warpgroups * settings.out_rows
+        queries, num_kv_heads, padding=num_warpgroups * kernel_settings.out_rows
     )
     values, lse = _attend_items(
-        plan.work, block_tables, rows_of_heads, key_pages, value_pages, settings
-    )
-    out, lse = unite(values, lse, plan, rows, sinks, unit_queries=unit_queries, group=group)
-    return out.astype(queries.dtype), lse, key_pages, value_pages
+        plan.work, arrays.block_tables, rows_of_heads, arrays.key_pages, arrays.value_pages,
+        kernel_settings,
+    )  # fmt: skip
+    out, lse = unite(values, lse, plan, rows, arrays.sinks, unit_queries=unit_queries, group=group)
+    return PagedAttention(out.astype(queries.dtype), arrays.key_pages, arrays.value_pages, lse)
 
 
 def _num_stages(head_dim: int, tile_tokens: int, num_rows: int) -> int:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays
 from paxkv.pallas_kernels.layout import NULL_PAGE
 from paxkv.pallas_kernels.movers import write_tokens
 
@@ -39,16 +40,10 @@ def ragged_rows(num_rows: int, cu_q_lens: jax.Array, kv_lens: jax.Array) -> Ragg
     return Ragged(slots, jnp.where(is_token, positions, 0), is_token)
 
 
-def write_new_tokens(
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    block_tables: jax.Array,
-    rows: Ragged,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes each row's K and V `[T, K, H]` to the page and offset of its position."""
-    num_pages, _, page_size, _ = key_pages.shape
+def write_new_tokens(arrays: AttentionArrays, rows: Ragged) -> AttentionArrays:
+    """Writes each row's K and V to the page and offset of its position."""
+    block_tables = arrays.block_tables
+    num_pages, _, page_size, _ = arrays.key_pages.shape
     row = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
     column = rows.positions // page_size
     in_table = column < block_tables.shape[1]
@@ -57,9 +52,9 @@ def write_new_tokens(
     # Dropped rows get ids of their own past the pool: the scatter's indices stay unique.
     page_ids = jnp.where(is_written, page_ids, num_pages + row)
     offsets = rows.positions % page_size
-    return (
-        write_tokens(key_pages, page_ids, offsets, new_keys),
-        write_tokens(value_pages, page_ids, offsets, new_values),
+    return arrays._replace(
+        key_pages=write_tokens(arrays.key_pages, page_ids, offsets, arrays.new_keys),
+        value_pages=write_tokens(arrays.value_pages, page_ids, offsets, arrays.new_values),
     )
 
 

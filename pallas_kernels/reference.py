@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.layout import NULL_PAGE, gather_pages
 from paxkv.pallas_kernels.online_softmax import (
     PartialSoftmax,
@@ -19,7 +20,7 @@ from paxkv.pallas_kernels.online_softmax import (
     normalise,
     tile_softmax,
 )
-from paxkv.pallas_kernels.ragged import is_page, ragged_rows, write_new_tokens
+from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_tokens
 
 # Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
 # waste the last one.
@@ -30,39 +31,16 @@ _PREFILL_TILE_TOKENS = 512
 
 
 def paged_attention_reference(
-    queries: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    max_q_len: int | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`paged_attention` in plain JAX; see there for the arguments.
-
-    Returns:
-        Outputs `[T, N, H]`, log-sum-exp `f32[T, N]`, and the two pool arrays.
-    """
-    rows = ragged_rows(queries.shape[0], cu_q_lens, kv_lens)
-    key_pages, value_pages = write_new_tokens(
-        key_pages, value_pages, new_keys, new_values, block_tables, rows
-    )
-    attend = _decode if max_q_len == 1 else _prefill
-    softmax = attend(
-        queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows,
-        scale, window, soft_cap,
-    )  # fmt: skip
-    out, lse = normalise(softmax, sinks)
-    out = jnp.where(rows.is_token[:, None, None], out, 0.0)
+    arrays: AttentionArrays, settings: AttentionSettings
+) -> PagedAttention:
+    """`paged_attention` in plain JAX."""
+    rows = ragged_rows(arrays.queries.shape[0], arrays.cu_q_lens, arrays.kv_lens)
+    arrays = write_new_tokens(arrays, rows)
+    attend = _decode if settings.is_decode else _prefill
+    out, lse = normalise(attend(arrays, settings, rows), arrays.sinks)
+    out = jnp.where(rows.is_token[:, None, None], out, 0.0).astype(arrays.queries.dtype)
     lse = jnp.where(rows.is_token[:, None], lse, -jnp.inf)
-    return out.astype(queries.dtype), lse, key_pages, value_pages
+    return PagedAttention(out, arrays.key_pages, arrays.value_pages, lse)
 
 
 class _Tiles(NamedTuple):
@@ -113,7 +91,7 @@ def _find_tiles(
 
 
 def _decode(
-    queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows, scale, window, soft_cap
+    arrays: AttentionArrays, settings: AttentionSettings, rows: Ragged
 ) -> PartialSoftmax:  # of [T, N]
     """At most one query per sequence: tiles of many sequences side by side.
 
@@ -121,6 +99,8 @@ def _decode(
     they are, and merges them into their owners. Uneven lengths cost nothing. The list is the same
     for all layers, so XLA makes it once per step.
     """
+    queries, _, _, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, _ = arrays
+    scale, window, soft_cap, _ = settings
     num_slots, max_pages = block_tables.shape
     num_pages, num_kv_heads, page_size, head_dim = key_pages.shape
     group = queries.shape[1] // num_kv_heads
@@ -177,13 +157,16 @@ def _decode(
 
 
 def _prefill(
-    queries, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, rows, scale, window, soft_cap
+    arrays: AttentionArrays, settings: AttentionSettings, rows: Ragged
 ) -> PartialSoftmax:  # of [T, N]
     """Any number of queries per sequence: one tile of one sequence's queries at a time.
 
     Query tiles are taken in row order, so what a tile writes past the end of its sequence is
     overwritten by the next one, and only rows of padding are left to clear.
     """
+    del rows  # tiles of queries find their own
+    queries, _, _, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, _ = arrays
+    scale, window, soft_cap, _ = settings
     num_rows, num_heads, head_dim = queries.shape
     max_pages = block_tables.shape[1]
     num_pages, num_kv_heads, page_size, _ = key_pages.shape

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from paxkv.pallas_kernels.attention import PagedAttention
+from paxkv.pallas_kernels.attention_call import PagedAttention
 from paxkv.pallas_kernels.attention_inputs import Inputs, filled_pages
 
 

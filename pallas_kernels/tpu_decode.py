@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
 from paxkv.pallas_kernels.tpu_pages import PageTiles
@@ -65,11 +66,10 @@ def _decode_kernel(
     *,
     group: int,
     max_pages: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    settings: AttentionSettings,
     has_sinks: bool,
 ):
+    scale, window, soft_cap, _ = settings
     num_slots = kv_lens_ref.shape[0]
     num_pages, num_kv_heads, page_size, head_dim = keys_ref.shape
     tiles = PageTiles(
@@ -357,27 +357,17 @@ def _decode_kernel(
 
 
 def paged_decode_tpu(
-    queries: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`paged_attention_tpu` where no sequence has more than one query.
+    arrays: AttentionArrays, settings: AttentionSettings, *, interpret: bool
+) -> PagedAttention:
+    """`paged_attention` where no sequence has more than one query.
 
     Rows that belong to no sequence are left unset.
-
-    Arguments and results are as there.
     """
+    (
+        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
+        sinks,
+    ) = arrays  # fmt: skip
+    window = settings.window
     chip = chip_traced_for()
     num_rows, num_heads, head_dim = queries.shape
     num_pages, num_kv_heads, page_size, _ = key_pages.shape
@@ -424,8 +414,8 @@ def paged_decode_tpu(
     vmem, smem, dma = pltpu.VMEM, pltpu.SMEM, pltpu.SemaphoreType.DMA
     out, lse, key_pages, value_pages = pl.pallas_call(
         functools.partial(
-            _decode_kernel, group=group, max_pages=max_pages, scale=scale, window=window,
-            soft_cap=soft_cap, has_sinks=sinks is not None,
+            _decode_kernel, group=group, max_pages=max_pages, settings=settings,
+            has_sinks=sinks is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -476,4 +466,4 @@ def paged_decode_tpu(
         value_pages,
     )  # fmt: skip
     lse = lse[:, 0, : num_stacks * stack_rows].reshape(num_rows, num_stacks, stack_rows, 1)
-    return unstacked(out), unstacked(lse)[..., 0], key_pages, value_pages
+    return PagedAttention(unstacked(out), key_pages, value_pages, unstacked(lse)[..., 0])

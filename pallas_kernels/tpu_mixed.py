@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.layout import NULL_PAGE
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
@@ -69,11 +70,10 @@ def _mixed_kernel(
     group: int,
     chunk_rows: int,
     max_pages: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    settings: AttentionSettings,
     has_sinks: bool,
 ):
+    scale, window, soft_cap, _ = settings
     num_slots = kv_lens_ref.shape[0]
     num_pages, num_kv_heads, page_size, head_dim = keys_ref.shape
     tiles = PageTiles(
@@ -360,25 +360,14 @@ def _mixed_kernel(
 
 
 def paged_mixed_tpu(
-    queries: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`paged_attention_tpu` for any number of queries per sequence.
-
-    Arguments and results are as there.
-    """
+    arrays: AttentionArrays, settings: AttentionSettings, *, interpret: bool
+) -> PagedAttention:
+    """`paged_attention` for any number of queries per sequence."""
+    (
+        queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
+        sinks,
+    ) = arrays  # fmt: skip
+    window = settings.window
     chip = chip_traced_for()
     num_tokens, num_heads, head_dim = queries.shape
     num_pages, num_kv_heads, page_size, _ = key_pages.shape
@@ -429,8 +418,8 @@ def paged_mixed_tpu(
     lse_shape = (num_kv_heads, num_rows // LANES, LANES)
     out, lse, key_pages, value_pages = pl.pallas_call(
         functools.partial(
-            _mixed_kernel, group=group, chunk_rows=chunk_rows, max_pages=max_pages, scale=scale,
-            window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
+            _mixed_kernel, group=group, chunk_rows=chunk_rows, max_pages=max_pages,
+            settings=settings, has_sinks=sinks is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=7,
@@ -490,7 +479,7 @@ def paged_mixed_tpu(
         value_pages,
     )  # fmt: skip
     lse = lse.reshape(num_steps, num_kv_heads, num_rows).swapaxes(0, 1)
-    return by_token(out), by_token(lse)[..., 0], key_pages, value_pages
+    return PagedAttention(by_token(out), key_pages, value_pages, by_token(lse)[..., 0])
 
 
 def _row_groups(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from paxkv.pallas_kernels import PagedAttention, paged_attention, tpu_decode, tpu_mixed
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
 from paxkv.pallas_kernels.attention_inputs import Inputs
 from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
 from paxkv.pallas_kernels.gpu_hopper import paged_attention_hopper
@@ -22,8 +23,9 @@ from paxkv.pallas_kernels.tpu_tiles import Chip
 KERNELS = ("tpu", "hopper", "ampere")
 IMPLEMENTATIONS = ("reference", *KERNELS)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+type Implementation = Callable[..., PagedAttention]  # of arrays and settings
+
 SETTINGS = ("scale", "window", "soft_cap", "max_q_len", "implementation")
-KERNEL_SETTINGS = ("scale", "window", "soft_cap", "max_q_len")
 # Compiling is nearly all that these tests do: what is not float32, whose tolerance is narrow, or
 # is interpreted leaves LLVM's optimisations out.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -34,11 +36,11 @@ paged_attention_quick_jit = jax.jit(
 )
 
 
-def interpreted(kernel: Callable[..., tuple[jax.Array, ...]], **options) -> Callable[..., tuple]:
+def interpreted(kernel: Implementation, **options) -> Implementation:
     """A kernel compiled for the interpreter, with some options of its own."""
     return jax.jit(
         functools.partial(kernel, interpret=True, **options),
-        static_argnames=KERNEL_SETTINGS,
+        static_argnums=1,
         compiler_options=QUICK,
     )
 
@@ -87,10 +89,11 @@ def attend(implementation: str, inputs: Inputs, **changes) -> PagedAttention:
     return attend_interpreted(INTERPRETED[implementation], inputs, **changes)
 
 
-def attend_interpreted(call: Callable[..., tuple], inputs: Inputs, **changes) -> PagedAttention:
+def attend_interpreted(call: Implementation, inputs: Inputs, **changes) -> PagedAttention:
     """What `attend` does with a kernel of the caller's making, see `interpreted`."""
-    arguments = {"sinks": None, "max_q_len": None, **inputs.arguments, **inputs.settings, **changes}
-    if arguments["scale"] is None:
-        arguments["scale"] = inputs.case.head_dim**-0.5
-    out, lse, key_pages, value_pages = call(**arguments)
-    return PagedAttention(out, key_pages, value_pages, lse)
+    given = {**inputs.arguments, **inputs.settings, **changes}
+    if given["scale"] is None:
+        given["scale"] = inputs.case.head_dim**-0.5
+    arrays = AttentionArrays(**{k: v for k, v in given.items() if k in AttentionArrays._fields})
+    settings = {k: v for k, v in given.items() if k in AttentionSettings._fields}
+    return call(arrays, AttentionSettings(**settings))

@@ -4,19 +4,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxkv.pallas_kernels import PagedAttention, gpu
+from paxkv.pallas_kernels import gpu
+from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
 from paxkv.pallas_kernels.attention_cases import SMALL_CASES
 from paxkv.pallas_kernels.attention_inputs import random_inputs
 from paxkv.pallas_kernels.testing import assert_right
 
 
+def call_of(dtype, pages_dtype) -> AttentionArrays:
+    """Arguments for three rows, of which only dtypes matter."""
+    inputs = random_inputs(SMALL_CASES["decode_plain"], jnp.float32)
+    return AttentionArrays(
+        **{
+            name: x.astype(pages_dtype if "pages" in name else dtype) if x.ndim > 2 else x
+            for name, x in inputs.arguments.items()
+        }
+    )
+
+
 class TestGpuRefusal:
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     def test_kernel_takes_16_bit(self, dtype):
-        assert (
-            gpu.gpu_refusal(jnp.empty((3, 8, 128), dtype), jnp.empty((9, 1, 16, 128), dtype))
-            is None
-        )
+        assert gpu.gpu_refusal(call_of(dtype, dtype)) is None
 
     @pytest.mark.parametrize(
         ("dtype", "pages_dtype", "found"),
@@ -28,18 +37,15 @@ class TestGpuRefusal:
         ],
     )
     def test_reason_gives_what_was_found(self, dtype, pages_dtype, found):
-        queries, pages = jnp.empty((3, 8, 128), dtype), jnp.empty((9, 1, 16, 128), pages_dtype)
-        assert found in str(gpu.gpu_refusal(queries, pages))
+        assert found in str(gpu.gpu_refusal(call_of(dtype, pages_dtype)))
 
 
 class TestPagedAttentionGpu:
     def call(self, dtype) -> None:
         inputs = random_inputs(SMALL_CASES["decode_plain"], dtype)
-        out, lse, key_pages, value_pages = gpu.paged_attention_gpu(
-            **inputs.arguments, scale=inputs.case.head_dim**-0.5, window=None, soft_cap=None,
-            sinks=None, max_q_len=1,
-        )  # fmt: skip
-        assert_right(inputs, PagedAttention(out, key_pages, value_pages, lse))
+        settings = AttentionSettings(scale=inputs.case.head_dim**-0.5, max_q_len=1)
+        result = gpu.paged_attention_gpu(AttentionArrays(**inputs.arguments), settings)
+        assert_right(inputs, result)
 
     def test_float32_takes_the_reference(self):
         self.call(jnp.float32)

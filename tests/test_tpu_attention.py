@@ -6,6 +6,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from helpers_attention import attend, attend_interpreted, interpreted, small_tpu_tiles
+from paxkv.pallas_kernels.attention_call import AttentionArrays
 from paxkv.pallas_kernels.attention_cases import SMALL_CASES, Case
 from paxkv.pallas_kernels.attention_inputs import random_inputs
 from paxkv.pallas_kernels.testing import assert_right
@@ -59,12 +60,14 @@ def test_tile_that_nobody_waits_for_is_a_race(max_q_len, monkeypatch):
     ],
 )
 def test_refusal_names_what_was_found(dtype, pages, found):
-    queries = jnp.empty((1, 64, pages[2]), jnp.bfloat16 if dtype == jnp.float32 else dtype)
-    assert found in str(tpu_refusal(queries, jnp.empty((2, *pages), dtype)))
+    arrays = AttentionArrays(*[jnp.empty(0)] * 8)._replace(
+        queries=jnp.empty((1, 64, pages[2]), jnp.bfloat16 if dtype == jnp.float32 else dtype),
+        key_pages=jnp.empty((2, *pages), dtype),
+    )
+    assert found in str(tpu_refusal(arrays))
 
 
 def test_shapes_of_the_contract_are_not_refused():
     for case in SMALL_CASES.values():
         inputs = random_inputs(case, jnp.bfloat16)
-        reason = tpu_refusal(inputs.arguments["queries"], inputs.arguments["key_pages"])
-        assert reason is None
+        assert tpu_refusal(AttentionArrays(**inputs.arguments)) is None
