@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to the user's folders
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+# Processes that share the tests ignore Ctrl-C, and so would the commands that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples may compile, and the machine may be busy: no test fails for being slow.
 settings.register_profile("paxkv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
