@@ -181,7 +181,8 @@ def _errors_told() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        _notes.print(Text.assemble(("error: ", "red"), str(error)))
+        # Not wrapped: a path stays in one piece.
+        _notes.print(Text.assemble(("error: ", "red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from error
 
 
