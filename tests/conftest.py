@@ -47,3 +47,19 @@ def _programs_are_dropped_before_memory_maps_run_out():
     if next(_tests_run) % 10 == 0 and len(_MAPS.read_text().splitlines()) > _MANY_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A model folder without a chat format."""
+    from helpers_cli import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), has_chat_format=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tmp_path_factory) -> Path:
+    """The same model with one."""
+    from helpers_cli import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("chat") / "model", has_chat_format=True)
