@@ -32,7 +32,9 @@ def name_or_bundled(model: str | Path | None) -> str | Path:
     Raises:
         ValueError: None was named and none is bundled.
     """
-    name = model or bundled_model_path()
+    if model == "":
+        raise ValueError("the model's name is empty: name one, or leave it out for the bundled one")
+    name = bundled_model_path() if model is None else model
     if name is None:
         raise ValueError(
             "no model was named, and the bundled one is not installed: name a model folder, a "

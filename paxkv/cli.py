@@ -14,6 +14,7 @@ from paxkv.cli_batch import batch
 from paxkv.cli_common import (
     Dtype,
     KVMemory,
+    MaxLength,
     MaxSlots,
     MemoryShare,
     Model,
@@ -54,7 +55,10 @@ def generate(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="One prompt per line, instead of PROMPT.", show_default=False),
+        typer.Option(
+            help="One prompt per line, instead of PROMPT; - reads standard input.",
+            show_default=False,
+        ),
     ] = None,
     model: Model = None,
     chat: Annotated[
@@ -62,17 +66,17 @@ def generate(
         typer.Option(
             "--chat/--raw",
             help="Ask in the model's chat format, or continue the text as it is. "
-            "[default: chat, where the model has a chat format]",
+            "(default: chat, where the model has a chat format)",
             show_default=False,
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="New tokens at most, of each prompt. [default: the model's, else 256]"),
+        typer.Option(help="New tokens at most, of each prompt. (default: the model's, else 256)"),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 takes the most likely token. [default: the model's, else 1]"),
+        typer.Option(help="0 takes the most likely token. (default: the model's, else 1)"),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")] = None,
     top_p: Annotated[
@@ -84,6 +88,16 @@ def generate(
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1, tokens that stand there already are less likely.")
     ] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logit of each token of the answer so far.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, once for each time the token stands there.")
+    ] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="No end of text before so many tokens.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's end of text.")
+    ] = False,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text. May be given several times.")
     ] = None,
@@ -100,15 +114,17 @@ def generate(
     memory_share: MemoryShare = 0.5,
     page_size: PageSize = 16,
     max_slots: MaxSlots = 32,
+    max_length: MaxLength = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
     ] = False,
 ) -> None:
     """Answer a prompt, or each line of a file.
 
-    One prompt is streamed; many are served together, with a progress bar. Ctrl-C keeps what is
-    done. The text goes to standard output, everything else to standard error. The exit status is 1
-    if a prompt could not be served, the others being there.
+    One prompt is streamed; many are served together, with a progress bar.
+    Ctrl-C keeps what is done. The text goes to standard output, everything
+    else to standard error. The exit status is 1 if a prompt could not be
+    served, the others being there.
 
     Examples:
         paxkv generate "Why do operating systems use pages?"
@@ -123,11 +139,13 @@ def generate(
         prompts = [prompt] if prompt is not None else _lines(file)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, stop=stop or (), seed=seed, logprobs=logprobs,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, min_tokens=min_tokens, ignore_eos=ignore_eos,
+            stop=stop or (), seed=seed, logprobs=logprobs,
         )  # fmt: skip
         llm = load_llm(
             model, dtype=dtype, kv_memory=kv_memory, memory_share=memory_share,
-            page_size=page_size,
+            page_size=page_size, max_length=max_length,
             max_slots=min(max_slots, len(prompts)),
         )  # fmt: skip
         if chat or (chat is None and llm.tokenizer and llm.tokenizer.chat_template):
@@ -141,7 +159,7 @@ def generate(
             notes.print("\nstopped; what was done stands above")
             raise typer.Exit(130) from None
         finally:
-            notes.print(summary(llm), style="dim")
+            notes.print(summary(llm), style="dim", soft_wrap=True)
         if not all_served:
             raise typer.Exit(1)
 
@@ -163,7 +181,8 @@ def main() -> None:
 def _lines(file: Path | None) -> list[str]:
     assert file is not None
     try:
-        prompts = [line for line in file.read_text("utf-8-sig").split("\n") if line.strip()]
+        text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8-sig")
+        prompts = [line for line in text.split("\n") if line.strip()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
     if not prompts:
@@ -174,10 +193,13 @@ def _lines(file: Path | None) -> list[str]:
 def _stream(llm: "paxkv.LLM", prompt, params: SamplingParams, *, as_json: bool) -> bool:
     """Prints one completion as it grows; whether it was served."""
     completion = None
-    for piece in llm.stream(prompt, params):
-        completion = piece.completion
-        if not as_json:
-            print(piece.text, end="", flush=True)
+    try:
+        for piece in llm.stream(prompt, params):
+            completion = piece.completion
+            if not as_json:
+                print(piece.text, end="", flush=True)
+    except ValueError:  # it cannot be served, which a completion can say as well
+        [completion] = llm.generate([prompt], params)
     assert completion is not None
     print(_as_json(0, completion) if as_json else "", flush=True)
     _tell_error(0, completion)
@@ -218,7 +240,9 @@ def _print_one(index: int, completion: Completion, *, as_json: bool) -> None:
 
 def _tell_error(index: int, completion: Completion) -> None:
     if completion.error:
-        notes.print(f"prompt {index + 1} was not served: {completion.error}", style="red")
+        notes.print(
+            f"prompt {index + 1} was not served: {completion.error}", style="red", soft_wrap=True
+        )
 
 
 def _as_json(index: int, completion: Completion) -> str:

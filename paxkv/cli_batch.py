@@ -11,6 +11,7 @@ from paxkv.batch import Results, read_requests, run_batch
 from paxkv.cli_common import (
     Dtype,
     KVMemory,
+    MaxLength,
     MaxSlots,
     MemoryShare,
     Model,
@@ -31,7 +32,7 @@ def batch(
         Path | None,
         typer.Option(
             help="Where results go, and where those of an earlier run stand. "
-            "[default: FILE with .results.jsonl for its ending]",
+            "(default: FILE with .results.jsonl for its ending)",
             show_default=False,
         ),
     ] = None,
@@ -41,13 +42,16 @@ def batch(
     memory_share: MemoryShare = 0.5,
     page_size: PageSize = 16,
     max_slots: MaxSlots = 32,
+    max_length: MaxLength = None,
 ) -> None:
     """Serve a file of requests; run again, it goes on where it was stopped.
 
-    A line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
-    {"messages": [...], "max_tokens": 100}}; the url /v1/completions takes a "prompt". Each result
-    is written as soon as its request ends, so that Ctrl-C, or a machine that dies, loses only what
-    was under way. The exit status is 1 if a request was refused, whose result says why.
+    A line is {"custom_id": "a", "method": "POST",
+    "url": "/v1/chat/completions", "body": {"messages": [...]}}; the url
+    /v1/completions takes a "prompt". Each result is written as soon as its
+    request ends, so that Ctrl-C, or a machine that dies, loses only what was
+    under way. The exit status is 1 if a request was refused, whose result
+    says why.
 
     Examples:
         paxkv batch requests.jsonl
@@ -63,7 +67,7 @@ def batch(
             if before < len(requests):
                 all_served = _serve(
                     requests, results, model=model, dtype=dtype, kv_memory=kv_memory,
-                    memory_share=memory_share, page_size=page_size,
+                    memory_share=memory_share, page_size=page_size, max_length=max_length,
                     max_slots=min(max_slots, len(requests) - before),
                 )  # fmt: skip
     notes.print(f"{len(requests)} results in {output}")
@@ -88,5 +92,5 @@ def _serve(requests, results: Results, *, model: str | None, **settings) -> bool
         notes.print(f"\nstopped with {len(results.done)} of {len(requests)} results; run it again")
         raise typer.Exit(130) from None
     finally:
-        notes.print(summary(llm), style="dim")
+        notes.print(summary(llm), style="dim", soft_wrap=True)
     return all_served

@@ -17,7 +17,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="A model folder, a .gguf file or a Hugging Face hub id. "
-        "[default: SmolLM2-135M-Instruct, where its package is installed]",
+        "(default: SmolLM2-135M-Instruct, where its package is installed)",
         show_default=False,
     ),
 ]
@@ -26,7 +26,7 @@ KVMemory = Annotated[
     str | None,
     typer.Option(
         help='Memory for keys and values, like "512MiB" or "2GB". '
-        "[default: a share of what is free, and no more than can be used]",
+        "(default: a share of what is free, and no more than can be used)",
         show_default=False,
     ),
 ]
@@ -35,6 +35,14 @@ MemoryShare = Annotated[
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens per page.")]
 MaxSlots = Annotated[int, typer.Option(min=1, help="Prompts that are served at once.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompt and answer together, in tokens. (default: what the model was made for, up to "
+        "4096)",
+        show_default=False,
+    ),
+]
 
 
 class Refused(typer.BadParameter):
@@ -76,7 +84,7 @@ def summary(llm: "paxkv.LLM") -> str:
     decode = stats.decode_tokens / max(stats.decode_seconds, 1e-9)
     share = stats.peak_tokens / engine.capacity
     return (
-        f"{stats.prefill_tokens} prompt tokens at {prefill:.0f}/s, "
+        f"{stats.prefill_tokens} tokens prefilled at {prefill:.0f}/s, "
         f"{stats.decode_tokens} new tokens at {decode:.1f}/s; "
         f"{stats.peak_pages} of {engine.num_pages} pages used, "
         f"tokens in {share:.1%} of the KV memory"

@@ -18,7 +18,7 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: It is no such size, or is not above 0.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*([0-9]{0,20}\.?[0-9]{1,20})\s*([a-zA-Z]*)\s*", str(size))
     unit = match and _UNITS.get(match[2].upper())
     if not match or unit is None or not float(match[1]) > 0:
         raise ValueError(

@@ -66,9 +66,9 @@ class SamplingParams:
     min_p: float | None = None  # drop tokens below this share of the best one's probability
     seed: int | None = None  # same seed, same tokens, whatever else is in the batch
     stop: str | Iterable[str] = ()  # ends the text before the first of these strings
-    stop_token_ids: Iterable[int] = ()  # ends it at one of these tokens
+    stop_token_ids: Iterable[int] = ()  # ends it at one of these; with the model's, at most 16
     ignore_eos: bool = False
-    min_tokens: int = 0  # no stop token before this many
+    min_tokens: int = 0  # no stop token before this many; stop strings end a text all the same
     logprobs: int | None = None  # of the chosen token and this many best ones
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     repetition_penalty: float | None = None  # above 1: tokens of prompt and output are less likely

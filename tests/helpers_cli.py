@@ -22,5 +22,5 @@ def write_tiny_model(folder: Path, *, has_chat_format: bool) -> Path:
     return folder
 
 
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run(*args: str | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)

@@ -51,7 +51,7 @@ def test_the_answer_is_on_standard_output_and_the_summary_is_not(tiny_model):
     assert result.stdout == expected.text + "\n"
     summary = " ".join(result.stderr.split())
     assert re.search(
-        r"4 prompt tokens at \d+/s, 6 new tokens at [\d.]+/s; 1 of 6 pages used, "
+        r"4 tokens prefilled at \d+/s, 6 new tokens at [\d.]+/s; 1 of 6 pages used, "
         r"tokens in \d+\.\d% of the KV memory",
         summary,
     ), summary
@@ -169,13 +169,31 @@ def test_log_probabilities_that_are_infinite_are_null_in_json(monkeypatch):
         (("Hi", "--temperature", "hot"), "--temperature.*valid number"),
         (("Hi", "--unknown"), "--unknown"),
         (("--file", "no/such/file"), "no/such/file"),
-        (("", "--raw"), "no tokens"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(args, told, tiny_model, tmp_path):
     if "--model" not in args:
         args = (*args, "--model", tiny_model)
     assert_refused(run("generate", *args), told)
+
+
+def test_one_prompt_that_cannot_be_served_is_told_like_one_of_many(tiny_model):
+    result = generate(tiny_model, "--raw", "--json", "x" * 200, exit_code=1)
+    told = json.loads(result.stdout)
+    assert told["finish_reason"] == "error" and "200 tokens" in told["error"]
+    assert "prompt 1 was not served" in result.stderr
+    result = generate(tiny_model, "--raw", "", exit_code=1)
+    assert result.stdout == "\n" and "no tokens" in result.stderr
+
+
+def test_prompts_come_from_standard_input(tiny_model):
+    args = ("generate", "--model", tiny_model, "--dtype", "float32", *QUICK, "--file", "-")
+    result = run(*args, stdin="Hello\nHi\n")
+    assert result.exit_code == 0 and result.stdout.startswith("[1] ") and "[2] " in result.stdout
+
+
+def test_an_empty_model_name_is_refused():
+    assert_refused(run("generate", "Hi", "--model", ""), "name is empty")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n", b"\xff\xfe"], ids=["empty", "blank", "bytes"])

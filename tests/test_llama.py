@@ -57,6 +57,21 @@ def test_token_by_token_equals_all_at_once(dtype, tolerance):
         np.testing.assert_allclose(logits[0], at_once[position], atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["multi_head", "grouped_explicit_head_dim_tied"])
+def test_rotation_goes_on_past_the_length_a_model_was_made_for(name):
+    """Only distances count: tokens across the end say what they say at the beginning."""
+    decoder = make_decoder(name)
+    tokens = jnp.array(make_tokens(CASES[name], 8))
+    last = CASES[name]["max_position_embeddings"] - 1
+
+    def logits_from(first: int) -> jax.Array:
+        positions = first + jnp.arange(8, dtype=jnp.int32)
+        return decoder.logits(decoder(tokens, positions, DenseCache())[0])
+
+    np.testing.assert_allclose(logits_from(last - 3), logits_from(0), atol=1e-4)
+    np.testing.assert_allclose(logits_from(10 * last), logits_from(0), atol=1e-3)
+
+
 def test_decoder_is_one_the_core_can_drive():
     decoder = make_decoder("grouped_explicit_head_dim_tied")
     assert isinstance(decoder, Decoder)
