@@ -140,6 +140,10 @@ def _kernel_or_reference(
     *arrays: jax.Array, settings: AttentionSettings, implementation: Implementation
 ) -> PagedAttention:
     if _refusal(implementation, AttentionArrays(*arrays)):
+        if implementation == "gpu":
+            from paxkv.pallas_kernels.gpu import warn_of_old_gpu
+
+            warn_of_old_gpu()
         return _reference(*arrays, settings=settings)
     return _kernel(*arrays, settings=settings, implementation=implementation)
 
