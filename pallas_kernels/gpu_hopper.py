@@ -7,9 +7,22 @@ ahead by as many tiles as the ring has stages; in decode it runs on into the pro
 It also zeroes the values of slots that hold no token, in the tiles that have any. A compute
 warpgroup multiplies with wgmma and keeps an online softmax in registers.
 
-wgmma takes 64 rows at least, so decode pads its group of query heads to 64. That costs nothing that
-counts: 64 tokens of a KV head of 128 take about 1600 cycles to arrive at a multiprocessor (32 KB,
-at 4.8 TB/s shared by 132 of 1.76 GHz), and 512 cycles of tensor cores.
+wgmma takes 64 rows at least. In decode they are 64 tokens, and the query heads of a group its 8 or
+16 columns: operands are swapped. What else could be done, to pad the group to 64 rows, was compiled
+too. For 64 tokens of a KV head of 128, with 4 query heads:
+
+                                       swapped    padded
+    registers                               64       139
+    instructions of a warp                 151       341   (72 and 117 more at an edge)
+    exponentials and the like, cycles       48       272   (6 and 34 instructions at 16 a cycle)
+    tensor cores, cycles                   256       512   (16 products, each reading 2 KB at 128
+                                                            bytes a cycle; 8 of 32 and 4 of 64)
+    barriers of the warpgroup                5         0   (the largest scores meet across warps,
+                                                            1 KB of weights in shared memory)
+
+The tokens take about 1600 cycles to arrive (32 KB, at 4.8 TB/s shared by 132 multiprocessors of
+1.76 GHz). The steps of a tile wait for each other, so the padded ones would come close to that.
+Heads of 80 and 96 are padded all the same: the second product has a head's numbers as rows.
 """
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
@@ -54,13 +67,17 @@ def paged_attention_hopper(
         arrays, settings, rows, unit_queries=unit_queries, tile_tokens=tile_tokens,
         num_programs=num_multiprocessors, num_rounds=4 if is_decode else 1,
     )  # fmt: skip
+    out_rows = -(-group // 8) * 8 if is_decode else ROWS
+    is_swapped = is_decode and head_dim % ROWS == 0
+    buffer_rows = out_rows if is_swapped else ROWS
     kernel_settings = Settings(
         group=group,
         unit_queries=unit_queries,
-        out_rows=-(-group // 8) * 8 if is_decode else ROWS,
+        out_rows=out_rows,
+        is_swapped=is_swapped,
         num_warpgroups=num_warpgroups,
         num_buffers=num_buffers,
-        num_stages=_num_stages(head_dim, tile_tokens, num_buffers * num_warpgroups * ROWS),
+        num_stages=_num_stages(head_dim, tile_tokens, num_buffers * num_warpgroups * buffer_rows),
         tile_tokens=tile_tokens,
         page_size=page_size,
         num_pages=num_pages,
@@ -73,9 +90,7 @@ def paged_attention_hopper(
         num_parts=1 if plan.unit_of_item is None else 2,
         interpret=interpret,
     )
-    by_head = rows_by_kv_head(
-        queries, num_kv_heads, padding=num_warpgroups * kernel_settings.out_rows
-    )
+    by_head = rows_by_kv_head(queries, num_kv_heads, padding=num_warpgroups * out_rows)
     values, lse = attend(
         plan.work, arrays.block_tables, by_head, arrays.key_pages, arrays.value_pages,
         kernel_settings,

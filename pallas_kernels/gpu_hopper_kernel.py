@@ -17,6 +17,7 @@ from paxkv.pallas_kernels.gpu_common import Work
 from paxkv.pallas_kernels.gpu_hopper_copies import copy_turn
 from paxkv.pallas_kernels.gpu_hopper_settings import ROWS, Settings, Shared, Turn, shared_memory
 from paxkv.pallas_kernels.gpu_hopper_softmax import compute_turn
+from paxkv.pallas_kernels.gpu_hopper_swapped import compute_swapped_turn
 from paxkv.pallas_kernels.gpu_steps import Ref, load_work
 
 
@@ -60,7 +61,7 @@ def attend(
         kernel_name="paged_attention_hopper",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,
+            reduction_scratch_bytes=2048 if settings.is_swapped else 0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if settings.interpret else None,
@@ -99,9 +100,8 @@ def _attention_kernel(
     def _compute():
         if settings.num_warpgroups > 1:
             plgpu.set_max_registers((504 - memory_registers) // 16 * 8, action="increase")
-        take_turns(
-            lambda x: compute_turn(x, work_ref, tables_ref, out_ref, lse_ref, shared, settings)
-        )
+        compute = compute_swapped_turn if settings.is_swapped else compute_turn
+        take_turns(lambda x: compute(x, work_ref, tables_ref, out_ref, lse_ref, shared, settings))
 
 
 def _take_turns(

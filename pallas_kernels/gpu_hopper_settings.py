@@ -18,6 +18,7 @@ class Settings(NamedTuple):
     group: int  # query heads per KV head
     unit_queries: int
     out_rows: int  # that a compute warpgroup writes, a multiple of 8
+    is_swapped: bool  # queries are columns of products, else rows
     num_warpgroups: int  # that compute
     num_buffers: int  # of queries
     num_stages: int  # of the ring
@@ -35,6 +36,11 @@ class Settings(NamedTuple):
     def piece(self) -> int:
         """Tokens of one copy."""
         return piece_of(self)
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of queries that a warpgroup has in shared memory."""
+        return self.out_rows if self.is_swapped else ROWS
 
 
 class Turn(NamedTuple):
@@ -59,20 +65,21 @@ class Ring(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of a program. A program has all of a multiprocessor's."""
 
-    queries: Ref  # [buffers, warpgroups, 64, H], and outputs at the end of a turn
+    queries: Ref  # [buffers, warpgroups, R, H], and outputs at the end of a turn
     queries_full: Ref  # a barrier per buffer, like the next
     queries_free: Ref
     keys: Ring
     values: Ring
     values_unclear: Ref  # a barrier: a tile is copied of which not all tokens exist
-    log_sum_exp: Ref  # f32[warpgroups, 64]
-    weights: Ref | None  # [warpgroups, 64, t] where interpreted, else they stay in registers
+    log_sum_exp: Ref  # f32[warpgroups, R]
+    weights: Ref | None  # [warpgroups, R, t] where swapped or interpreted, else in registers
 
 
 def shared_memory(settings: Settings, head_dim: int, dtype: jnp.dtype) -> Shared:
     """The types of `Shared` for a kernel."""
     num_warpgroups, tile_tokens = settings.num_warpgroups, settings.tile_tokens
-    buffers = settings.num_buffers, num_warpgroups, ROWS, head_dim
+    rows = settings.buffer_rows
+    buffers = settings.num_buffers, num_warpgroups, rows, head_dim
     is_taken = plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=settings.num_buffers)
     num_copies = tile_tokens // settings.piece
     ring = Ring(
@@ -80,7 +87,9 @@ def shared_memory(settings: Settings, head_dim: int, dtype: jnp.dtype) -> Shared
         full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=settings.num_stages),
         free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=settings.num_stages),
     )
-    weights = _tiled((num_warpgroups, ROWS, tile_tokens), dtype) if settings.interpret else None
+    weights = None
+    if settings.is_swapped or settings.interpret:
+        weights = _tiled((num_warpgroups, rows, tile_tokens), dtype)
     return Shared(
         queries=_tiled(buffers, dtype),
         queries_full=is_taken,
@@ -88,7 +97,7 @@ def shared_memory(settings: Settings, head_dim: int, dtype: jnp.dtype) -> Shared
         keys=ring,
         values=ring,
         values_unclear=plgpu.Barrier(num_arrivals=num_copies),
-        log_sum_exp=plgpu.SMEM((num_warpgroups, ROWS), jnp.float32),
+        log_sum_exp=plgpu.SMEM((num_warpgroups, rows), jnp.float32),
         weights=weights,
     )
 

@@ -1,5 +1,7 @@
 """What a compute warpgroup of the Hopper kernel does: an online softmax over tiles of the rings."""
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -28,8 +30,8 @@ def compute_turn(
     plgpu.barrier_wait(shared.queries_full.at[turn.buffer])
     top, total, values = _attend_tiles(turn, work_ref, tables_ref, warpgroup, shared, settings)
     rows = pl.ds(warpgroup * ROWS, settings.out_rows)
-    _store(
-        top, total, values,
+    store_results(
+        top, total, values, 0,
         shared.queries.at[turn.buffer, warpgroup],
         shared.log_sum_exp.at[warpgroup],
         out_ref.at[turn.item, :, turn.kv_head, rows],
@@ -57,7 +59,7 @@ def _attend_tiles(
         stage = lax.rem(turn.tiles_before + tile, settings.num_stages)
         first = work.begin + tile * tile_tokens
         plgpu.barrier_wait(shared.keys.full.at[stage])
-        scores = _multiply(queries, shared.keys.tiles.at[stage].transpose((1, 0)))
+        scores = multiply(queries, shared.keys.tiles.at[stage].transpose((1, 0)))
         plgpu.barrier_arrive(shared.keys.free.at[stage])
         scores = in_powers_of_two(scores, settings.scale, settings.soft_cap)
         is_full = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
@@ -114,15 +116,24 @@ def _mask(
     return jnp.where(visible, scores, MASKED)
 
 
-def _multiply(left: Ref, right: Ref) -> jax.Array:
+def multiply(left: Ref, right: Ref) -> jax.Array:
     """The product of two matrices in shared memory."""
 
-    def multiply(product_ref):
+    def set_product(product_ref):
         plgpu.wgmma(product_ref, left, right)
         return product_ref[...]
 
     shape = left.shape[0], right.shape[1]
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return pl.run_scoped(set_product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def add_product(values: jax.Array, left: jax.Array | Ref, right: Ref) -> Any:
+    """`values + left @ right`, added up where `values` are; not for the interpreter."""
+
+    def add(values_ref):
+        plgpu.wgmma(values_ref, left, right)
+
+    return pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(values))
 
 
 def _add_weighted(
@@ -130,32 +141,32 @@ def _add_weighted(
 ) -> jax.Array:
     """`values + weights @ tile`, with weights in registers or, interpreted, in shared memory."""
     if p_smem is None:
-
-        def multiply(values_ref):
-            plgpu.wgmma(values_ref, weights, tile_ref)
-
-        return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(values))
+        return add_product(values, weights, tile_ref)
     p_smem[...] = weights
     plgpu.commit_smem()
-    return values + _multiply(p_smem, tile_ref)
+    return values + multiply(p_smem, tile_ref)
 
 
-def _store(
-    top: jax.Array, total: jax.Array, values: jax.Array, o_smem: Ref, lse_smem: Ref, out_ref: Ref,
-    lse_ref: Ref, settings: Settings,
+def store_results(
+    top: jax.Array, total: jax.Array, values: jax.Array, axis: int, o_smem: Ref,
+    lse_smem: Ref, out_ref: Ref, lse_ref: Ref, settings: Settings,
 ) -> None:  # fmt: skip
-    """Writes a warpgroup's outputs and log-sum-exp by way of shared memory."""
-    out_rows = pl.ds(0, settings.out_rows)
+    """Writes a warpgroup's outputs and log-sum-exp by way of shared memory.
+
+    Queries lie along `axis` of `values`, and along the first of `o_smem`.
+    """
     saw_nothing = (top <= MASKED / 2) & (total == total)  # a NaN must show, if only in the total
     total = jnp.where(saw_nothing, jnp.ones_like(total), total)
     lse_smem[...] = jnp.where(
         saw_nothing, jnp.full_like(top, -jnp.inf), (top + jnp.log2(total)) / LOG2_E
     )
     share = jnp.where(saw_nothing, jnp.zeros_like(total), 1 / total)
-    values *= lax.broadcast_in_dim(share, values.shape, [0])
+    values *= lax.broadcast_in_dim(share, values.shape, [axis])
+    o_smem_as_values = o_smem.transpose((1, 0)) if axis == 1 else o_smem
+    out_rows = pl.ds(0, settings.out_rows)
     for part in range(settings.num_parts):
         rounded = values.astype(o_smem.dtype)
-        o_smem[...] = rounded
+        o_smem_as_values[...] = rounded
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_smem.at[out_rows], out_ref.at[part])
         if part == 0:
