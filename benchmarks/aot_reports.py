@@ -34,7 +34,7 @@ class Scratch(NamedTuple):
     @property
     def is_ring(self) -> bool:
         """Whether it is stages `[stages, rows, columns]`, rows and columns in tiles or not."""
-        return self.space == "smem" and len(self.shape) in (3, 5)
+        return self.space == "smem" and len(self.shape) in (3, 5) and self.shape[0] > 1
 
 
 def count_copies(text: str, shape: tuple[int, ...]) -> int:

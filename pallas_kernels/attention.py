@@ -90,8 +90,11 @@ def paged_attention(
     check_arguments(arrays, settings)
     attend = _choose(implementation, arrays, interpret=interpret)
     if head_dim < stored_dim:
-        new = (fill_heads(x, stored_dim) for x in (queries, new_keys, new_values))
-        arrays = AttentionArrays(*new, *arrays[3:])
+        arrays = arrays._replace(
+            queries=fill_heads(queries, stored_dim),
+            new_keys=fill_heads(new_keys, stored_dim),
+            new_values=fill_heads(new_values, stored_dim),
+        )
     result = PagedAttention(*attend(*jax.tree.leaves(arrays), settings=settings))
     return result._replace(out=result.out[..., :head_dim])
 
@@ -145,6 +148,10 @@ def _kernel_or_reference(
     *arrays: jax.Array, settings: AttentionSettings, implementation: Implementation
 ) -> PagedAttention:
     if _refusal(implementation, AttentionArrays(*arrays)):
+        if implementation == "gpu":
+            from paxkv.pallas_kernels.gpu import warn_of_old_gpu
+
+            warn_of_old_gpu()
         return _reference(*arrays, settings=settings)
     return _kernel(*arrays, settings=settings, implementation=implementation)
 

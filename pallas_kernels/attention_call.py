@@ -39,4 +39,6 @@ class PagedAttention(NamedTuple):
     out: jax.Array  # [T, N, H] in the queries' dtype
     key_pages: jax.Array  # [P, K, S, H] with the new tokens in it
     value_pages: jax.Array  # [P, K, S, H]
-    log_sum_exp: jax.Array  # f32[T, N] of scores and sinks, -inf where a row sees nothing
+    # f32[T, N] of scores and sink: where a row sees no key, the sink alone, and -inf without one;
+    # -inf for rows of padding and of empty sequences, too
+    log_sum_exp: jax.Array

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.gpu_ampere_kernel import Settings, attend
-from paxkv.pallas_kernels.gpu_ampere_steps import Warps, chip_of_default_device
+from paxkv.pallas_kernels.gpu_ampere_steps import Warps
 from paxkv.pallas_kernels.gpu_common import plan_work, rows_by_kv_head, unite
+from paxkv.pallas_kernels.gpu_device import gpu_traced_for
 from paxkv.pallas_kernels.ragged import ragged_rows, write_new_tokens
 
 # Of a program. With 3 KB that the compiler and the driver add, two share a multiprocessor of an
@@ -32,7 +33,7 @@ def paged_attention_ampere(
     num_rows, num_heads, head_dim = queries.shape
     num_pages, num_kv_heads, page_size, _ = arrays.key_pages.shape
     group = num_heads // num_kv_heads
-    chip = chip_of_default_device(interpret=interpret)
+    gpu = gpu_traced_for(interpret=interpret)
     longest = num_rows if max_q_len is None else min(max_q_len, num_rows)
     warps = _choose_warps(queries.dtype, longest * group, head_dim)
     tile_tokens, num_stages = _choose_ring(warps, head_dim)
@@ -42,7 +43,7 @@ def paged_attention_ampere(
     arrays = write_new_tokens(arrays, rows)
     plan = plan_work(
         arrays, settings, rows, unit_queries=unit_queries, tile_tokens=tile_tokens,
-        num_programs=_PROGRAMS_PER_MULTIPROCESSOR * chip.num_multiprocessors,
+        num_programs=_PROGRAMS_PER_MULTIPROCESSOR * gpu.num_multiprocessors,
     )  # fmt: skip
     kernel_settings = Settings(
         group=group,
@@ -55,7 +56,7 @@ def paged_attention_ampere(
         window=settings.window,
         soft_cap=settings.soft_cap,
         has_splits=plan.unit_of_item is not None,
-        chip=chip,
+        gpu=gpu,
     )
     by_head = rows_by_kv_head(queries, num_kv_heads, padding=warps.rows)
     values, lse = attend(

@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from paxkv.pallas_kernels.gpu_ampere_steps import (
-    Chip,
     Warps,
     add_product,
     copy_columns,
@@ -23,6 +22,7 @@ from paxkv.pallas_kernels.gpu_ampere_steps import (
     wait_for_copies,
 )
 from paxkv.pallas_kernels.gpu_common import Work
+from paxkv.pallas_kernels.gpu_device import Gpu
 from paxkv.pallas_kernels.gpu_steps import (
     LOG2_E,
     Ref,
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     window: int | None
     soft_cap: float | None
     has_splits: bool
-    chip: Chip
+    gpu: Gpu
 
     @property
     def piece(self) -> int:
@@ -85,7 +85,7 @@ def attend(
     warps, dtype = settings.warps, queries.dtype
     results = work.slot.shape[0], num_kv_heads, warps.rows
     ring = settings.num_stages, settings.tile_tokens, head_dim
-    columns = copy_columns(settings.piece, head_dim, settings.chip)
+    columns = copy_columns(settings.piece, head_dim, settings.gpu)
     is_full = plgpu.Barrier(
         num_arrivals=2 * settings.tile_tokens // settings.piece, num_barriers=settings.num_stages
     )
@@ -102,7 +102,7 @@ def attend(
             _shared(ring, dtype, columns),
             _shared(ring, dtype, columns),
             _shared((warps.rows, settings.tile_tokens), dtype, _DEPTH),
-            is_full if settings.chip.has_tma else None,
+            is_full if settings.gpu.has_tma else None,
         ),
         grid=(num_kv_heads, work.slot.shape[0]),
         grid_names=("head", "item"),
@@ -110,7 +110,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if settings.chip.interpret else None,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if settings.gpu.interpret else None,
     )
     return kernel(jnp.stack(work, axis=1), block_tables, queries, key_pages, value_pages)
 
@@ -155,15 +155,17 @@ def _attention_kernel(
         top, total, values = _attend_tiles(
             work, tables_ref, q_smem, k_smem, v_smem, p_smem, is_full, begin_copies, settings
         )
-        saw_keys = top > MASKED / 2
-        total = jnp.where(saw_keys, total, 1.0)
-        share = jnp.where(saw_keys, 1 / total, 0.0)
+        saw_nothing = (top <= MASKED / 2) & (
+            total == total
+        )  # a NaN must show, if only in the total
+        total = jnp.where(saw_nothing, 1.0, total)
+        share = jnp.where(saw_nothing, 0.0, 1 / total)
         store(
             out_ref.at[item, kv_head],
             (values * _over_rows(share, values.shape, warps)).astype(out_ref.dtype),
             optimized=False,
         )
-        lse = jnp.where(saw_keys, (top + jnp.log2(total)) / LOG2_E, -jnp.inf)
+        lse = jnp.where(saw_nothing, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
         store(lse_ref.at[item, kv_head], lse, optimized=False)
 
 
@@ -182,7 +184,7 @@ def _begin_copies(work: Work, kv_head, tables_ref, keys, values, is_full, tile, 
                 pool_ref.at[page, kv_head, pl.ds(in_page, settings.piece)],
                 smem.at[stage, pl.ds(number * settings.piece, settings.piece)],
                 None if is_full is None else is_full.at[stage],
-                settings.chip,
+                settings.gpu,
             )
 
 
@@ -197,7 +199,7 @@ def _attend_tiles(
     num_tiles = lax.div(work.end - work.begin + tile_tokens - 1, tile_tokens)
     scores_shape, values_shape = (warps.rows, tile_tokens), q_smem.shape
     copies_per_tile = 2 * tile_tokens // settings.piece
-    depth = copy_columns(settings.piece, q_smem.shape[1], settings.chip)
+    depth = copy_columns(settings.piece, q_smem.shape[1], settings.gpu)
 
     def attend_tile(tile, carry):
         top, total, values = carry
@@ -211,7 +213,7 @@ def _attend_tiles(
 
         @pl.when(tile + num_stages - 1 < num_tiles)
         def _begin_next():
-            if settings.chip.has_tma:
+            if settings.gpu.has_tma:
                 plgpu.commit_smem()  # all warps are done with the last tile, whose stage this fills
             begin_copies(tile + num_stages - 1)
 
@@ -221,7 +223,7 @@ def _attend_tiles(
 
         scores = add_product(
             full(scores_shape, 0, warps.sums), q_smem, k_smem.at[stage].transpose((1, 0)),
-            depth=depth, warps=warps, interpret=settings.chip.interpret,
+            depth=depth, warps=warps, interpret=settings.gpu.interpret,
         )  # fmt: skip
         scores = in_powers_of_two(scores, settings.scale, settings.soft_cap)
         sees_all = (first >= work.full_begin) & (first + tile_tokens <= work.full_end)
@@ -237,7 +239,7 @@ def _attend_tiles(
         store(p_smem, weights.astype(p_smem.dtype))
         values = add_product(
             values * _over_rows(keep, values_shape, warps), p_smem, v_smem.at[stage],
-            depth=_DEPTH, warps=warps, interpret=settings.chip.interpret,
+            depth=_DEPTH, warps=warps, interpret=settings.gpu.interpret,
         )  # fmt: skip
         return new_top, total * keep + jnp.sum(weights, axis=1), values
 
@@ -274,7 +276,7 @@ def _mask(scores, work: Work, first, tables_ref, settings: Settings):
 
 def _clear_values(work: Work, first, tables_ref, v_smem, settings: Settings):
     """Zeroes the rows of a tile that hold no token: a NaN there is NaN with a weight of 0 too."""
-    columns = copy_columns(settings.piece, v_smem.shape[1], settings.chip)
+    columns = copy_columns(settings.piece, v_smem.shape[1], settings.gpu)
     layout = plgpu.Layout.SMEM_GMEM_COPY(v_smem.shape, v_smem.dtype, 2 * columns)
     place = plgpu.broadcasted_iota(jnp.int32, v_smem.shape, 0, layout=layout)
     values = plgpu.load(v_smem, layout=layout)

@@ -10,34 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.backend import get_default_device
 from jax.typing import DTypeLike
 
+from paxkv.pallas_kernels.gpu_device import Gpu
 from paxkv.pallas_kernels.gpu_steps import Ref
-
-
-class Chip(NamedTuple):
-    """What a kernel is traced for."""
-
-    has_tma: bool  # copies that signal a barrier; before Hopper threads copy by themselves
-    num_multiprocessors: int
-    interpret: bool
-
-
-def chip_of_default_device(*, interpret: bool) -> Chip:
-    """The chip that is traced for: where that is no GPU, an A100.
-
-    Interpreted programs run one after the other, so only a few are made.
-    """
-    if interpret:
-        return Chip(has_tma=True, num_multiprocessors=4, interpret=True)
-    device = get_default_device()
-    major = int(str(getattr(device, "compute_capability", "8.0")).split(".")[0])
-    return Chip(
-        has_tma=major >= 9,
-        num_multiprocessors=getattr(device, "core_count", 108),
-        interpret=False,
-    )
 
 
 class Warps(NamedTuple):
@@ -91,10 +67,10 @@ def add_product(
     return sums
 
 
-def copy_columns(rows: int, head_dim: int, chip: Chip) -> int:
+def copy_columns(rows: int, head_dim: int, gpu: Gpu) -> int:
     """Numbers of a row that lie together in shared memory: as many as copies allow, 16 at least."""
     for columns in (64, 32, 16):
-        if head_dim % columns == 0 and (chip.has_tma or _can_share(rows, head_dim, columns)):
+        if head_dim % columns == 0 and (gpu.has_tma or _can_share(rows, head_dim, columns)):
             return columns
     return 16
 
@@ -105,13 +81,13 @@ def _can_share(rows: int, head_dim: int, columns: int) -> bool:
     return row_tiles % 4 == 0 or column_tiles % 4 == 0 or row_tiles % 2 == column_tiles % 2 == 0
 
 
-def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> None:
+def start_copy(source: Ref, target: Ref, barrier: Ref | None, gpu: Gpu) -> None:
     """Begins a copy `[rows, H]` from global to shared memory, in the background.
 
     Few rows of an odd `head_dim` cannot be shared by the warps: they are copied at once, by each.
     """
     rows, head_dim = target.shape
-    if chip.has_tma or _can_share(rows, head_dim, copy_columns(rows, head_dim, chip)):
+    if gpu.has_tma or _can_share(rows, head_dim, copy_columns(rows, head_dim, gpu)):
         plgpu.copy_gmem_to_smem(
             source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
         )

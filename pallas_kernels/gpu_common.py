@@ -186,7 +186,8 @@ def unite(
     Args:
         values: `[W, K, R, H]`, each item's outputs. Rows are queries, then heads of the group;
             what is past `unit_queries * group` is left out.
-        log_sum_exp: `f32[W, K, R]`, -inf where a row saw no key.
+        log_sum_exp: `f32[W, K, R]`, -inf where a row saw no key. Of items without keys, neither
+            outputs nor these are set.
         plan: How work was cut.
         rows: Where each packed row stands.
         sinks: `f32[N]` or None.
@@ -201,6 +202,8 @@ def unite(
     shape = num_items, num_kv_heads, unit_queries, group
     values = values[:, :, :used].reshape(*shape, head_dim)
     top = log_sum_exp[:, :, :used].reshape(shape)
+    has_keys = (plan.work.end > plan.work.begin)[:, None, None, None]
+    top = jnp.where(has_keys, top, -jnp.inf)
     if plan.unit_of_item is not None:
         values, top = _merge_items(values, top, plan.unit_of_item, plan.num_units)
     unit, query = plan.unit_of_row, plan.query_of_row
@@ -227,7 +230,7 @@ def _merge_items(
     owner = unit_of_item[None] == jnp.arange(num_units, dtype=jnp.int32)[:, None]
     shape = num_items, num_kv_heads, unit_queries * group
     top = top.reshape(shape)
-    is_seen = jnp.any(owner, axis=0)[:, None, None] & ~(top <= MASKED / 2)
+    is_seen = ~(top <= MASKED / 2)  # NaN is not hidden
     part = PartialSoftmax(
         top=jnp.where(is_seen, top, MASKED),
         total=is_seen.astype(jnp.float32),
@@ -239,10 +242,6 @@ def _merge_items(
         jnp.minimum(unit_of_item, num_units - 1),
         owner,
     )
+    out, lse = normalise(merged, None)
     unit_shape = num_units, num_kv_heads, unit_queries, group
-    is_seen = merged.total > 0
-    total = jnp.where(is_seen, merged.total, 1.0)
-    return (
-        (merged.values / total[..., None]).reshape(*unit_shape, head_dim),
-        jnp.where(is_seen, merged.top + jnp.log(total), -jnp.inf).reshape(unit_shape),
-    )
+    return out.reshape(*unit_shape, head_dim), lse.reshape(unit_shape)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers_attention import DTYPES, IMPLEMENTATIONS, KERNELS, attend, exact_dtype
-from paxkv.pallas_kernels import NULL_PAGE, gpu, paged_attention
+from paxkv.pallas_kernels import NULL_PAGE, paged_attention
 from paxkv.pallas_kernels.attention_cases import CASES, PAGE_SIZES, SMALL_CASES, Case
 from paxkv.pallas_kernels.attention_inputs import Inputs, pack_inputs, random_inputs
 from paxkv.pallas_kernels.testing import (
@@ -287,6 +287,11 @@ class TestPagedAttention:
             assert np.abs(weights[:, :2] - right).max() <= max(1e-4, tolerance(DTYPES[dtype]))
             assert not weights[:, 2:].any()
 
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_soft_cap_far_above_the_scores_is_as_exact(self, implementation, dtype):
+        inputs = random_inputs(Case(lengths=((1, 18), (4, 29)), soft_cap=1e6), DTYPES[dtype])
+        assert_right(inputs, attend(implementation, inputs))
+
     @pytest.mark.parametrize(("implementation", "dtype"), TWO_DTYPES)
     def test_chunks_agree_with_one_prefill(self, implementation, dtype):
         case = Case(lengths=((40, 40), (17, 17)), page_size=8, window=21)
@@ -412,31 +417,56 @@ class TestPagedAttention:
         assert_right(inputs, attend(implementation, inputs, max_q_len=20))
 
     @pytest.mark.parametrize("implementation", ["tpu", "gpu"])
-    def test_public_call_runs_a_named_kernel_interpreted(self, implementation, monkeypatch):
-        # Hopper's would split the work for 132 multiprocessors.
-        monkeypatch.setattr(gpu, "compute_capability", lambda: (8, 0))
+    def test_public_call_runs_a_named_kernel_interpreted(self, implementation):
         inputs = random_inputs(Case(lengths=((1, 18), (1, 5))), jnp.bfloat16)
         result = paged_attention(
             **inputs.arguments, max_q_len=1, implementation=implementation, interpret=True
         )
         assert_right(inputs, result)
 
-    @pytest.mark.parametrize("implementation", ["reference", "tpu"])
     @pytest.mark.parametrize("name", ["queries", "new_keys", "new_values"])
-    def test_nan_of_one_sequence_shows_there_and_nowhere_else(self, implementation, name):
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_nan_of_one_sequence_shows_there_and_nowhere_else(self, implementation, dtype, name):
         case = Case(lengths=((1, 20), (1, 20), (1, 20)), num_rows=6, max_pages=5, num_pages=20)
-        inputs = random_inputs(case, jnp.float32)
+        inputs = random_inputs(case, DTYPES[dtype])
         broken = {name: inputs.arguments[name].at[0].set(jnp.nan)}
         result = attend(implementation, inputs, max_q_len=1, **broken)
         assert np.isnan(result.out[0]).all()
         assert np.isfinite(result.out[1:3]).all() and np.isfinite(result.log_sum_exp[1:3]).all()
 
+    @pytest.mark.parametrize("max_q_len", [None, 1])
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_tokens_past_the_table_count_as_absent(self, implementation, dtype, max_q_len):
+        """Within `jit`, where lengths cannot be checked."""
+        case = Case(lengths=((1, 17), (1, 5)), num_rows=4, max_pages=2, num_pages=5)
+        inputs = random_inputs(case, DTYPES[dtype])
+        first = {"block_tables": inputs.arguments["block_tables"][:, :1], "max_q_len": max_q_len}
+        result = attend(implementation, inputs, **first)
+        hidden = attend(
+            implementation, inputs, **first, kv_lens=jnp.array([40, 5], jnp.int32), window=5
+        )
+        assert_close(rows_of(inputs, result.out, 1), right_result(inputs)[0][1:2], inputs.dtype)
+        out, lse = dense_attention(
+            inputs.queries[0], inputs.keys[0], inputs.values[0], is_stored=np.arange(17) < 16
+        )
+        assert_close(rows_of(inputs, result.out, 0), out, inputs.dtype)
+        assert_close(rows_of(inputs, result.log_sum_exp, 0), lse, inputs.dtype, "log_sum_exp")
+        assert not rows_of(inputs, hidden.out, 0).any()
+        assert np.isneginf(rows_of(inputs, hidden.log_sum_exp, 0)).all()
+        assert np.isfinite(rows_of(inputs, hidden.log_sum_exp, 1)).all()
 
-def test_length_past_the_table_leaves_other_sequences_alone():
-    """Within `jit`, where lengths cannot be checked."""
-    case = Case(lengths=((1, 16), (1, 5)), num_rows=4, max_pages=1, num_pages=4)
-    inputs = random_inputs(case, jnp.float32)
-    right, lse = right_result(inputs)
-    result = attend("reference", inputs, max_q_len=1, kv_lens=jnp.array([17, 5], jnp.int32))
-    assert_close(result.out[1], right[1], jnp.float32)
-    assert_close(result.log_sum_exp[1], lse[1], jnp.float32)
+    @pytest.mark.parametrize("max_q_len", [None, 1])
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_row_that_sees_no_key_has_its_sink_alone(self, implementation, dtype, max_q_len):
+        """Its page is missing; rows of padding and of empty sequences have not even that."""
+        case = Case(lengths=((1, 5), (1, 0), (1, 7)), num_rows=4, has_sinks=True, num_pages=8)
+        inputs = random_inputs(case, DTYPES[dtype])
+        tables = jnp.asarray(inputs.tables).at[0].set(-7)
+        result = attend(implementation, inputs, max_q_len=max_q_len, block_tables=tables)
+        right, lse = right_result(inputs)
+        assert_close(result.out[2], right[2], inputs.dtype)
+        assert_close(result.log_sum_exp[2], lse[2], inputs.dtype, "log_sum_exp")
+        assert not np.asarray(result.out, np.float32)[[0, 1, 3]].any()
+        sinks = np.asarray(inputs.arguments["sinks"], np.float64)
+        assert_close(result.log_sum_exp[0], sinks, np.float32, "log_sum_exp")
+        assert np.isneginf(result.log_sum_exp[jnp.array([1, 3])]).all()

@@ -35,6 +35,13 @@ class TestHopper:
         inputs = random_inputs(SMALL_CASES["mixed_all_settings"], DTYPES["float16"])
         assert_right(inputs, attend(inputs, num_multiprocessors=16))
 
+    @pytest.mark.parametrize(("group", "head_dim"), [(12, 64), (2, 256), (3, 80)])
+    def test_decode_takes_any_group_and_head_dim(self, group, head_dim):
+        # Query heads are 16 columns of products, 8, or rows.
+        case = Case(lengths=((1, 18), (1, 70)), num_heads=group, num_kv_heads=1, head_dim=head_dim)
+        inputs = random_inputs(case, jnp.bfloat16)
+        assert_right(inputs, attend(inputs, max_q_len=1))
+
     def test_decode_ring_wraps_across_sequences(self):
         # One program does all: 2 heads x 3 sequences x 3 tiles of 64 tokens pass 6 stages.
         case = Case(lengths=((1, 130), (1, 192), (1, 150)), num_kv_heads=2, num_heads=4)
