@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
+from paxkv.pallas_kernels.tpu_float16 import dtype_of_numbers, dtype_of_words
 from paxkv.pallas_kernels.tpu_pages import PageTiles
 from paxkv.pallas_kernels.tpu_steps import dot, interpreter, pad
 from paxkv.pallas_kernels.tpu_tiles import (
@@ -161,7 +162,8 @@ def _decode_kernel(
             is_new = lax.broadcasted_iota(jnp.int32, shape, 1) == offset - first
             for i, pages_buf in enumerate((key_buf, value_buf)):
                 rows = pages_buf.at[buf, :, place, pl.ds(first, group_rows)]
-                new = new_buf[half, i].astype(jnp.float32)[:, None]
+                # Rows are repeated in words of 32 bits.
+                new = new_buf[half, i].astype(dtype_of_words(new_buf.dtype))[:, None]
                 new = jnp.broadcast_to(new, shape).astype(pages_buf.dtype)
                 merged = jnp.where(is_new, new, rows[...])
                 rows[...] = merged
@@ -213,7 +215,7 @@ def _decode_kernel(
             keep = jnp.exp(old_top - new_top)
             top[stack] = new_top
             total[stack] = keep * total[stack] + jnp.sum(weights, axis=1, keepdims=True)
-            return weights.astype(value_buf.dtype), keep[:, :1]
+            return weights.astype(dtype_of_numbers(value_buf.dtype)), keep[:, :1]
 
         def gather(stack, weights, keep):
             for i in range(heads_per_stack):

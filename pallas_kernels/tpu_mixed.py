@@ -20,6 +20,7 @@ from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettin
 from paxkv.pallas_kernels.layout import NULL_PAGE
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
+from paxkv.pallas_kernels.tpu_float16 import dtype_of_numbers, dtype_of_words
 from paxkv.pallas_kernels.tpu_pages import PageTiles
 from paxkv.pallas_kernels.tpu_steps import dot, interpreter, pad
 from paxkv.pallas_kernels.tpu_tiles import (
@@ -43,7 +44,7 @@ def _mixed_kernel(
     num_writes_ref,  # i32[1]
     tables_ref,  # i32[B, 1, M]
     queries_ref,  # [K, q * G, H] this step's
-    new_ref,  # f32[2, K, T', H] keys and values, `group_rows` rows of nothing before the first
+    new_ref,  # [2, K, T', H] keys and values in words of 32 bits, `group_rows` rows of nothing first
     sinks_ref,  # f32[K, q * G, 128]
     _keys_ref,
     _values_ref,
@@ -60,7 +61,7 @@ def _mixed_kernel(
     top,  # f32[K, q * G, 128]
     total,
     weighted,  # f32[K, q * G, H]
-    new_buf,  # f32[W, 2, K, L, 2 * group_rows, H / L], in parts of at most 128 lanes
+    new_buf,  # [W, 2, K, L, 2 * group_rows, H / L], in parts of at most 128 lanes
     rows_buf,  # [W, 2, K, group_rows, H]
     ids_sems,
     page_sems,
@@ -242,7 +243,7 @@ def _mixed_kernel(
             total[head, rows] = keep * total[head, rows] + jnp.sum(weights, axis=1, keepdims=True)
             values = value_buf[buf, head].reshape(tile_tokens, head_dim)
             weighted[head, rows] = keep[:, :1] * weighted[head, rows] + dot(
-                weights.astype(values.dtype), values, (1, 0)
+                weights.astype(dtype_of_numbers(values.dtype)), values, (1, 0)
             )
 
         lax.fori_loop(0, num_kv_heads, attend_head, None)
@@ -403,7 +404,8 @@ def paged_mixed_tpu(
         block_tables, jnp.maximum(first, 0), jnp.where(q_lens > 0, kv_lens, 0),
         num_pages, page_size, group_rows, num_tokens // group_rows + 2 * num_slots,
     )  # fmt: skip
-    new = jnp.stack([new_keys, new_values]).astype(jnp.float32).swapaxes(1, 2)
+    new = jnp.stack([new_keys, new_values]).astype(dtype)
+    new = new.astype(dtype_of_words(dtype)).swapaxes(1, 2)
     tail = -num_tokens % group_rows + 2 * group_rows
     new = jnp.pad(new, ((0, 0), (0, 0), (group_rows, tail), (0, 0)))
     sink_rows = jnp.zeros((num_heads,), jnp.float32) if sinks is None else sinks
@@ -443,7 +445,7 @@ def paged_mixed_tpu(
                 vmem((num_kv_heads, num_rows, head_dim), jnp.float32),
                 vmem(
                     (WRITE_RING, 2, num_kv_heads, parts, 2 * group_rows, head_dim // parts),
-                    jnp.float32,
+                    new.dtype,
                 ),
                 vmem((WRITE_RING, 2, num_kv_heads, group_rows, head_dim), dtype),
                 dma((2,)),

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from paxkv.pallas_kernels.tpu_float16 import numbers, product_precision
+
 
 def interpreter(is_interpreted: bool):
     """What `pallas_call` takes as `interpret`.
@@ -17,12 +19,11 @@ def interpreter(is_interpreted: bool):
     return pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
 
 
-def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """A product accumulated in float32; float32 operands are not rounded to bfloat16 first."""
-    exact = x.dtype == jnp.float32
+def dot(x: jax.Array, stored: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """A product with stored keys or values, accumulated in float32."""
     return lax.dot_general(
-        x, y, (((contracted[0],), (contracted[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None,
+        x, numbers(stored), (((contracted[0],), (contracted[1],)), ((), ())),
+        precision=product_precision(stored.dtype),
         preferred_element_type=jnp.float32,
     )  # fmt: skip
 

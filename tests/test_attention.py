@@ -54,7 +54,11 @@ KERNEL_CASES = [
         ("tpu", name, "float32")
         for name in ("decode_all_settings", "decode_page_8", "mixed_all_settings", "chunks_page_16")
     ),
-    *((kernel, "mixed_all_settings", "float16") for kernel in ("hopper", "ampere")),
+    *((kernel, "mixed_all_settings", "float16") for kernel in KERNELS),
+    *(
+        ("tpu", name, "float16")
+        for name in ("decode_all_settings", "decode_huge_scores", "decode_page_8", "chunks_page_8")
+    ),
 ]
 UNBOUNDED_DECODE_CASES = [
     *(run for run in REFERENCE_CASES if run[1] in SMALL_CASES and CASES[run[1]].is_decode),

@@ -54,7 +54,7 @@ def test_tile_that_nobody_waits_for_is_a_race(max_q_len, monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "pages", "found"),
     [
-        (jnp.float16, (2, 16, 64), "float16"),
+        (jnp.int8, (2, 16, 64), "int8"),
         (jnp.float32, (2, 16, 64), "queries are bfloat16 and pages float32"),
         (jnp.bfloat16, (64, 256, 256), "16,777,216"),
     ],
