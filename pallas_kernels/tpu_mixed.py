@@ -217,6 +217,18 @@ def _mixed_kernel(
         step, slot = pair
         rows = pl.ds(pl.multiple_of(chunk * chunk_rows, chunk_rows), chunk_rows)
 
+        def row_of(shape):
+            """The packed row that each row of such an array belongs to."""
+            row = chunk * chunk_rows + lax.broadcasted_iota(jnp.int32, shape, 0)
+            return step * tile_queries + row // group
+
+        def set_own(ref, head, new):
+            """Leaves the rows of other sequences alone: weights of 0 times NaN would be NaN."""
+            if is_masked:
+                row, (first_row, end_row) = row_of(new.shape), rows_of(step, slot)
+                new = jnp.where((row >= first_row) & (row < end_row), new, ref[head, rows])
+            ref[head, rows] = new
+
         def attend_head(head, _):
             scores = dot(
                 queries_ref[head, rows], key_buf[buf, head].reshape(tile_tokens, head_dim), (1, 1)
@@ -225,12 +237,9 @@ def _mixed_kernel(
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
             if is_masked:
-                row = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-                row = step * tile_queries + (chunk * chunk_rows + row) // group
                 token = tile * tile_tokens + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-                position = position_of(slot, row)
-                first_row, end_row = rows_of(step, slot)
-                is_seen = (row >= first_row) & (row < end_row) & (token <= position)
+                position = position_of(slot, row_of(scores.shape))
+                is_seen = token <= position
                 if window is not None:
                     is_seen &= token > position - window
                 is_seen &= jnp.broadcast_to(bias[0:1], scores.shape) == 0
@@ -239,12 +248,14 @@ def _mixed_kernel(
             new_top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp(scores - new_top[:, :1])
             keep = jnp.exp(old_top - new_top)
-            top[head, rows] = new_top
-            total[head, rows] = keep * total[head, rows] + jnp.sum(weights, axis=1, keepdims=True)
+            new_total = keep * total[head, rows] + jnp.sum(weights, axis=1, keepdims=True)
             values = value_buf[buf, head].reshape(tile_tokens, head_dim)
-            weighted[head, rows] = keep[:, :1] * weighted[head, rows] + dot(
+            new_weighted = keep[:, :1] * weighted[head, rows] + dot(
                 weights.astype(dtype_of_numbers(values.dtype)), values, (1, 0)
             )
+            set_own(top, head, new_top)
+            set_own(total, head, new_total)
+            set_own(weighted, head, new_weighted)
 
         lax.fori_loop(0, num_kv_heads, attend_head, None)
 
