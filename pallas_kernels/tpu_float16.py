@@ -1,6 +1,6 @@
-"""float16 on TPUs, whose registers hold none: kernels take a pool of it as the bits, in int16.
+"""float16 on TPUs, whose registers hold none: kernels take a pool of its bits, in int16.
 
-Writing a token moves its bits. What is multiplied becomes float32 where it is read: `numbers`.
+Writing a token moves bits. What is multiplied becomes float32 where it is read: `numbers`.
 """
 
 import jax
@@ -9,32 +9,23 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, PagedAttention
+from paxkv.pallas_kernels.layout import to_stored
 
 BITS = jnp.dtype(jnp.int16)
 
 
 def float16_to_bits(arrays: AttentionArrays) -> AttentionArrays:
-    """A call in float16 as the kernels take it: K and V as bits, queries in float32."""
-
-    def bits(x: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(x.astype(jnp.float16), BITS)
-
+    """A call in float16 as the kernels take it: new K and V as bits, queries in float32."""
     return arrays._replace(
         queries=arrays.queries.astype(jnp.float32),
-        new_keys=bits(arrays.new_keys),
-        new_values=bits(arrays.new_values),
-        key_pages=bits(arrays.key_pages),
-        value_pages=bits(arrays.value_pages),
+        new_keys=to_stored(arrays.new_keys, BITS),
+        new_values=to_stored(arrays.new_values, BITS),
     )
 
 
 def float16_from_bits(result: PagedAttention) -> PagedAttention:
     """The answer to a call of `float16_to_bits`, in float16."""
-    return result._replace(
-        out=result.out.astype(jnp.float16),
-        key_pages=lax.bitcast_convert_type(result.key_pages, jnp.float16),
-        value_pages=lax.bitcast_convert_type(result.value_pages, jnp.float16),
-    )
+    return result._replace(out=result.out.astype(jnp.float16))
 
 
 def numbers(stored: jax.Array) -> jax.Array:

@@ -357,6 +357,24 @@ class TestPagedAttention:
         for found, right in zip((result.key_pages, result.value_pages), pools, strict=True):
             assert_same_bits(found, right)
 
+    @pytest.mark.parametrize("q_len", [1, 3])
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_shared_pages_serve_every_sequence(self, implementation, dtype, q_len):
+        case = Case(lengths=((q_len, 37), (q_len, 40), (q_len, 21)), page_size=8)
+        apart = random_inputs(case, DTYPES[dtype])
+        keys, values = (
+            [np.concatenate([tokens[0][:16], own[16:]]) for own in tokens]
+            for tokens in (apart.keys, apart.values)
+        )
+        inputs = pack_inputs(case, apart.queries, keys, values, DTYPES[dtype])
+        tables = inputs.tables.copy()
+        tables[1:, :2] = tables[0, :2]
+        arguments = inputs.arguments | {"block_tables": jnp.asarray(tables)}
+        for name in ("key_pages", "value_pages"):  # the copies that are no longer needed
+            arguments[name] = arguments[name].at[inputs.tables[1:, :2].ravel()].set(jnp.nan)
+        shared = dataclasses.replace(inputs, tables=tables, arguments=arguments)
+        assert_right(shared, attend(implementation, shared, max_q_len=q_len))
+
     @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
     def test_row_used_again_ignores_what_it_held(self, implementation, dtype):
         case = Case(lengths=((1, 3),), max_pages=4, num_pages=9)
