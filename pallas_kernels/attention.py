@@ -91,8 +91,11 @@ def paged_attention(
     check_arguments(arrays, settings)
     attend = _choose(implementation, arrays, interpret=interpret)
     if head_dim < stored_dim:
-        new = (fill_heads(x, stored_dim) for x in (queries, new_keys, new_values))
-        arrays = AttentionArrays(*new, *arrays[3:])
+        arrays = arrays._replace(
+            queries=fill_heads(queries, stored_dim),
+            new_keys=fill_heads(new_keys, stored_dim),
+            new_values=fill_heads(new_values, stored_dim),
+        )
     result = PagedAttention(*attend(*jax.tree.leaves(arrays), settings=settings))
     return result._replace(out=result.out[..., :head_dim])
 

