@@ -8,7 +8,7 @@ import jax.core
 import numpy as np
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
-from paxkv.pallas_kernels.attention_checks import check_arguments
+from paxkv.pallas_kernels.attention_checks import check_arguments, whole_number
 from paxkv.pallas_kernels.layout import fill_heads, from_stored, to_stored
 from paxkv.pallas_kernels.per_platform import Function, per_platform
 from paxkv.pallas_kernels.reference import paged_attention_reference
@@ -84,9 +84,9 @@ def paged_attention(
     )  # fmt: skip
     settings = AttentionSettings(
         scale=head_dim**-0.5 if scale is None else float(scale),
-        window=window,
-        soft_cap=soft_cap,
-        max_q_len=max_q_len,
+        window=whole_number("window", window),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        max_q_len=whole_number("max_q_len", max_q_len),
     )
     check_arguments(arrays, settings)
     attend = _choose(implementation, arrays, interpret=interpret)
@@ -104,6 +104,11 @@ def _choose(
     implementation: Implementation | None, arrays: AttentionArrays, *, interpret: bool
 ) -> Function:
     """The implementation that is named, or one that is settled when the program is lowered."""
+    if interpret and implementation not in ("tpu", "gpu"):
+        raise ValueError(
+            f"interpret=True runs a kernel on the CPU and {implementation=} names none: name 'tpu' "
+            "or 'gpu'"
+        )
     if implementation is None:
         return _of_platform
     choices = get_args(Implementation.__value__)

@@ -1,5 +1,8 @@
 """What `paged_attention` refuses, and why."""
 
+import operator
+from typing import SupportsIndex
+
 import jax
 import jax.core
 import numpy as np
@@ -14,6 +17,20 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
             f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: the number of "
             "query heads must be a multiple of the number of KV heads"
         )
+
+
+def whole_number(name: str, number: SupportsIndex | None) -> int | None:
+    """A setting as an `int`; None stays None.
+
+    Raises:
+        ValueError: It is no whole number, or not known before the call runs.
+    """
+    try:
+        return None if number is None else operator.index(number)
+    except TypeError:
+        raise ValueError(
+            f"{name}={number!r} must be a whole number that is known when the call is compiled"
+        ) from None
 
 
 def check_arguments(arrays: AttentionArrays, settings: AttentionSettings) -> None:

@@ -1,20 +1,31 @@
 """The command `paxkv`."""
 
-import contextlib
 import dataclasses
 import json
-import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import MofNCompleteColumn
 
 import paxkv
+from paxkv.cli_batch import batch
+from paxkv.cli_common import (
+    Dtype,
+    KVMemory,
+    MaxSlots,
+    MemoryShare,
+    Model,
+    PageSize,
+    Refused,
+    errors_told,
+    load_llm,
+    notes,
+    progress_bar,
+    summary,
+)
+from paxkv.finite import finite
 from paxkv.request import Completion, SamplingParams
 
 app = typer.Typer(
@@ -24,29 +35,7 @@ app = typer.Typer(
     help="Generate text from a paged KV cache in JAX.",
     epilog='Start with: paxkv generate "Why do operating systems use pages?"',
 )
-_notes = Console(stderr=True, highlight=False, markup=False)  # all but the text itself
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="A model folder, a .gguf file or a Hugging Face hub id. "
-        "[default: SmolLM2-135M-Instruct, where its package is installed]",
-        show_default=False,
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-KVMemory = Annotated[
-    str | None,
-    typer.Option(
-        help='Memory for keys and values, like "512MiB" or "2GB". '
-        "[default: a share of what is free, and no more than can be used]",
-        show_default=False,
-    ),
-]
-MemoryShare = Annotated[
-    float, typer.Option(help="Share of the free memory to take, where --kv-memory names none.")
-]
-PageSize = Annotated[int, typer.Option(help="Tokens per page.")]
+app.command()(batch)
 
 
 @app.callback(invoke_without_command=True)
@@ -110,7 +99,7 @@ def generate(
     kv_memory: KVMemory = None,
     memory_share: MemoryShare = 0.5,
     page_size: PageSize = 16,
-    max_slots: Annotated[int, typer.Option(min=1, help="Prompts that are served at once.")] = 32,
+    max_slots: MaxSlots = 32,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
     ] = False,
@@ -127,16 +116,16 @@ def generate(
         paxkv generate --file questions.txt --json > answers.jsonl
     """
     if (prompt is None) == (file is None):
-        raise _Refused("give either a PROMPT or --file, a file with one prompt per line")
+        raise Refused("give either a PROMPT or --file, a file with one prompt per line")
     if logprobs is not None and not as_json:
-        raise _Refused("--logprobs has no place in text: add --json")
-    with _errors_told():
+        raise Refused("--logprobs has no place in text: add --json")
+    with errors_told():
         prompts = [prompt] if prompt is not None else _lines(file)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, stop=stop or (), seed=seed, logprobs=logprobs,
         )  # fmt: skip
-        llm = _load(
+        llm = load_llm(
             model, dtype=dtype, kv_memory=kv_memory, memory_share=memory_share,
             page_size=page_size,
             max_slots=min(max_slots, len(prompts)),
@@ -149,10 +138,10 @@ def generate(
             else:
                 all_served = _many(llm, prompts, params, as_json=as_json)
         except KeyboardInterrupt:
-            _notes.print("\nstopped; what was done stands above")
+            notes.print("\nstopped; what was done stands above")
             raise typer.Exit(130) from None
         finally:
-            _notes.print(_summary(llm), style="dim")
+            notes.print(summary(llm), style="dim")
         if not all_served:
             raise typer.Exit(1)
 
@@ -162,27 +151,13 @@ def info(model: Model = None, dtype: Dtype = "bfloat16", kv_memory: KVMemory = N
     """Show what a model needs: weights, bytes per token, and what fits in the memory there is."""
     from paxkv.info import print_info
 
-    with _errors_told():
+    with errors_told():
         print_info(model, dtype=dtype, kv_memory=kv_memory)
 
 
 def main() -> None:
     """The entry point of the command `paxkv`."""
     app()
-
-
-class _Refused(typer.BadParameter):
-    """What the user asked for cannot be; shown without a traceback."""
-
-
-@contextlib.contextmanager
-def _errors_told() -> Iterator[None]:
-    """Turns the library's complaints about input into messages without a traceback."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        _notes.print(Text.assemble(("error: ", "red"), str(error)))
-        raise typer.Exit(2) from error
 
 
 def _lines(file: Path | None) -> list[str]:
@@ -194,21 +169,6 @@ def _lines(file: Path | None) -> list[str]:
     if not prompts:
         raise ValueError(f"{file} holds no prompt: write one per line")
     return prompts
-
-
-def _load(model: str | None, **settings) -> "paxkv.LLM":
-    with _progress() as progress:
-        task = progress.add_task("loading weights", total=None)
-        return paxkv.LLM(
-            model,
-            **settings,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-
-
-def _progress(*columns) -> Progress:
-    shown = [TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn()]
-    return Progress(*shown, console=_notes, transient=True)
 
 
 def _stream(llm: "paxkv.LLM", prompt, params: SamplingParams, *, as_json: bool) -> bool:
@@ -233,7 +193,7 @@ def _many(llm: "paxkv.LLM", prompts, params: SamplingParams, *, as_json: bool) -
     done: dict[int, Completion] = {}
     next_index = 0
     all_served = True
-    with _progress(MofNCompleteColumn()) as progress:
+    with progress_bar(MofNCompleteColumn()) as progress:
         task = progress.add_task("generating", total=len(prompts))
         try:
             for index, completion in llm.as_completed(prompts, params):
@@ -258,34 +218,12 @@ def _print_one(index: int, completion: Completion, *, as_json: bool) -> None:
 
 def _tell_error(index: int, completion: Completion) -> None:
     if completion.error:
-        _notes.print(f"prompt {index + 1} was not served: {completion.error}", style="red")
+        notes.print(f"prompt {index + 1} was not served: {completion.error}", style="red")
 
 
 def _as_json(index: int, completion: Completion) -> str:
     fields = {"index": index, **dataclasses.asdict(completion)}
-    return json.dumps(_finite(fields), ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same with None, JSON's null, for infinities: a log-probability may be one."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary(llm: "paxkv.LLM") -> str:
-    engine, stats = llm.engine, llm.engine.stats
-    prefill = stats.prefill_tokens / max(stats.prefill_seconds, 1e-9)
-    decode = stats.decode_tokens / max(stats.decode_seconds, 1e-9)
-    share = stats.peak_tokens / engine.capacity
-    return (
-        f"{stats.prefill_tokens} prompt tokens at {prefill:.0f}/s, "
-        f"{stats.decode_tokens} new tokens at {decode:.1f}/s; "
-        f"{stats.peak_pages} of {engine.num_pages} pages used, "
-        f"tokens in {share:.1%} of the KV memory"
-    )
+    return json.dumps(finite(fields), ensure_ascii=False, allow_nan=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to the user's folders
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+# Processes that share the tests ignore Ctrl-C, and so would the commands that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples may compile, and the machine may be busy: no test fails for being slow.
 settings.register_profile("paxkv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,3 +47,19 @@ def _programs_are_dropped_before_memory_maps_run_out():
     if next(_tests_run) % 10 == 0 and len(_MAPS.read_text().splitlines()) > _MANY_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A model folder without a chat format."""
+    from helpers_cli import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), has_chat_format=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tmp_path_factory) -> Path:
+    """The same model with one."""
+    from helpers_cli import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("chat") / "model", has_chat_format=True)

@@ -49,6 +49,10 @@ def integers(*numbers) -> jax.Array:
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"soft_cap": float("nan")}, "soft_cap=nan must be above 0"),
         ({"max_q_len": 0}, "max_q_len=0 must be at least 1"),
+        ({"window": 4.0}, "window=4.0 must be a whole number"),
+        ({"max_q_len": jnp.float32(1)}, "must be a whole number that is known when the call is"),
+        ({"interpret": True}, "implementation=None names none: name 'tpu' or 'gpu'"),
+        ({"interpret": True, "implementation": "reference"}, "'reference' names none"),
         (
             {"implementation": "triton"},
             "implementation='triton' is not one of 'reference', 'tpu', 'gpu' or None",

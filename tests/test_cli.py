@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,45 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import paxkv
 from helpers import StubDecoder
-from helpers_checkpoints import write_folder
+from helpers_cli import run
 from helpers_smollm2 import smollm2_path
 from helpers_text import byte_level_tokenizer
-from paxkv.cli import app
-from reference.make_llama_cases import CASES, make_weights
 
-TINY = CASES["multi_head"] | {"vocab_size": 264, "eos_token_id": 257, "max_position_embeddings": 96}
-TEMPLATE = "{% for m in messages %}Q:{{ m.content }}\nA:{% endfor %}"
 QUICK = ("--max-tokens", "6", "--temperature", "0")
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """A model of random weights that reads and writes bytes, and has no chat format."""
-    folder = write_folder(tmp_path_factory.mktemp("tiny"), TINY, make_weights(TINY))
-    byte_level_tokenizer().backend.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_chat_model(tiny_model, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(tiny_model, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture(autouse=True)
 def without_compilation_cache(monkeypatch):
     monkeypatch.setenv("PAXKV_COMPILATION_CACHE", "0")
     monkeypatch.setenv("COLUMNS", "120")
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def generate(model: Path, *args: str | Path, exit_code: int = 0) -> Result:
@@ -159,7 +134,7 @@ def test_log_probabilities_that_are_infinite_are_null_in_json(monkeypatch):
         StubDecoder(table), tokenizer=byte_level_tokenizer(), dtype="float32", max_slots=1,
         max_length=64, compilation_cache=False,
     )  # fmt: skip
-    monkeypatch.setattr("paxkv.cli._load", lambda *args, **sizes: llm)
+    monkeypatch.setattr("paxkv.cli.load_llm", lambda *args, **sizes: llm)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")

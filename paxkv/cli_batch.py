@@ -1,0 +1,92 @@
+"""`paxkv batch`: a file of requests to a file of results."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import MofNCompleteColumn
+
+from paxkv.batch import Results, read_requests, run_batch
+from paxkv.cli_common import (
+    Dtype,
+    KVMemory,
+    MaxSlots,
+    MemoryShare,
+    Model,
+    PageSize,
+    errors_told,
+    load_llm,
+    notes,
+    progress_bar,
+    summary,
+)
+
+
+def batch(
+    file: Annotated[
+        Path, typer.Argument(help="Requests in OpenAI's batch format, a JSON object per line.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where results go, and where those of an earlier run stand. "
+            "[default: FILE with .results.jsonl for its ending]",
+            show_default=False,
+        ),
+    ] = None,
+    model: Model = None,
+    dtype: Dtype = "bfloat16",
+    kv_memory: KVMemory = None,
+    memory_share: MemoryShare = 0.5,
+    page_size: PageSize = 16,
+    max_slots: MaxSlots = 32,
+) -> None:
+    """Serve a file of requests; run again, it goes on where it was stopped.
+
+    A line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
+    {"messages": [...], "max_tokens": 100}}; the url /v1/completions takes a "prompt". Each result
+    is written as soon as its request ends, so that Ctrl-C, or a machine that dies, loses only what
+    was under way. The exit status is 1 if a request was refused, whose result says why.
+
+    Examples:
+        paxkv batch requests.jsonl
+        paxkv batch requests.jsonl --output answers.jsonl --max-slots 64
+    """
+    output = file.with_suffix(".results.jsonl") if output is None else output
+    with errors_told():
+        requests = read_requests(file)
+        with contextlib.closing(Results(output)) as results:
+            all_served = True
+            if before := len(results.done):
+                notes.print(f"{before} results stand in {output} already")
+            if before < len(requests):
+                all_served = _serve(
+                    requests, results, model=model, dtype=dtype, kv_memory=kv_memory,
+                    memory_share=memory_share, page_size=page_size,
+                    max_slots=min(max_slots, len(requests) - before),
+                )  # fmt: skip
+    notes.print(f"{len(requests)} results in {output}")
+    if not all_served:
+        raise typer.Exit(1)
+
+
+def _serve(requests, results: Results, *, model: str | None, **settings) -> bool:
+    """Runs what is missing; whether all of it was served."""
+    llm = load_llm(model, **settings)
+    all_served = True
+    try:
+        with progress_bar(MofNCompleteColumn()) as progress:
+            total, before = len(requests), len(results.done)
+            task = progress.add_task("serving", total=total, completed=before)
+            for ended in run_batch(llm, requests, results, model=model or "SmolLM2-135M-Instruct"):
+                progress.advance(task)
+                if ended.error is not None:
+                    all_served = False
+                    notes.print(f"{ended.custom_id} was not served: {ended.error}", style="red")
+    except KeyboardInterrupt:
+        notes.print(f"\nstopped with {len(results.done)} of {len(requests)} results; run it again")
+        raise typer.Exit(130) from None
+    finally:
+        notes.print(summary(llm), style="dim")
+    return all_served
