@@ -71,34 +71,46 @@ ATTENTION_CASES = {
     name: case for name, case in (CASES | _SHAPES | _BIG_CASES).items() if case.page_size >= 8
 }
 
+# Of each kernel what the number of bytes and the way into registers may change.
+_EVERY_DTYPE = (
+    "shape_page_8", "shape_page_16", "shape_head_dim_256", "head_dim_80", "chunks_page_8",
+    "mixed_list",
+)  # fmt: skip
+_OTHER_DTYPES = {"tpu": ("float16", "float32"), "cuda": ("float16",)}
 
-def attention_names(*, every_case: bool = True) -> list[str]:
+
+def attention_names(platform: str, *, every_case: bool = True) -> list[str]:
     """The names of `attention_jobs`: `decode:` where one query a sequence is promised.
 
     Args:
+        platform: "tpu" or "cuda".
         every_case: Also the cases that are tested, besides shapes and sizes.
     """
     names = []
     for name, case in ATTENTION_CASES.items():
         if every_case or name not in CASES:
             if case.is_decode:
-                names.append(f"decode:{name}")
+                names.append(f"decode:{name}:bfloat16")
             if not case.is_decode or name in CASES:
-                names.append(f"mixed:{name}")
+                names.append(f"mixed:{name}:bfloat16")
+    for name in _EVERY_DTYPE:
+        kind = "decode" if ATTENTION_CASES[name].is_decode else "mixed"
+        names += [f"{kind}:{name}:{dtype}" for dtype in _OTHER_DTYPES[platform]]
     return names
 
 
 def attention_jobs(chip: Chip) -> dict[str, Job]:
-    """Attention on each case in bfloat16, by the platform's implementation."""
-    implementation = IMPLEMENTATIONS[chip.platform]
-    return {
-        name: attention_job(
-            ATTENTION_CASES[name.split(":")[1]],
-            max_q_len=1 if name.startswith("decode:") else None,
-            implementation=implementation,
+    """Attention on each case, by the platform's implementation."""
+    jobs = {}
+    for job_name in attention_names(chip.platform):
+        kind, name, dtype = job_name.split(":")
+        jobs[job_name] = attention_job(
+            ATTENTION_CASES[name],
+            max_q_len=1 if kind == "decode" else None,
+            implementation=IMPLEMENTATIONS[chip.platform],
+            dtype=dtype,
         )
-        for name in attention_names()
-    }
+    return jobs
 
 
 def attention_job(
@@ -106,6 +118,9 @@ def attention_job(
 ) -> Job:
     """Attention on one case's shapes, the pool donated."""
     arguments = attention_shapes(case, dtype)
+    if implementation == "tpu" and dtype == "float16":  # see `layout.stored_dtype`
+        for name in ("key_pages", "value_pages"):
+            arguments[name] = arguments[name].update(dtype=jnp.int16)
 
     def attend(arguments: dict[str, Any], key_pages: jax.Array, value_pages: jax.Array):
         return paged_attention(
@@ -165,7 +180,7 @@ def mover_names() -> list[str]:
 _MOVER_SHAPES = {
     "bf16": ((2**16, 8, 16, 128), jnp.bfloat16, 64),
     "f32": ((2**16, 2, 32, 64), jnp.float32, 64),
-    "f16": ((2**16, 5, 8, 128), jnp.float16, 7),
+    "f16": ((2**16, 5, 8, 128), jnp.int16, 7),
     "head_dim_80": ((2**16, 5, 8, 80), jnp.bfloat16, 7),
     "one_head": ((2**12, 1, 256, 256), jnp.bfloat16, 64),
     "many_heads": ((2**12, 32, 64, 128), jnp.bfloat16, 1000),

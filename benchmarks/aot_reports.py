@@ -38,9 +38,10 @@ class Scratch(NamedTuple):
 
 
 def count_copies(text: str, shape: tuple[int, ...]) -> int:
-    """Copies of an array of this shape in a compiled program."""
+    """Copies of an array of this shape in a compiled program, to other types of number too."""
     sizes = ",".join(map(str, shape))
-    return len(re.findall(rf"= \(?\w+\[{sizes}\]\S* copy(?:-start)?\(", text))
+    instructions = r"(?:copy|copy-start|bitcast-convert|convert)"
+    return len(re.findall(rf"= \(?\w+\[{sizes}\]\S* {instructions}\(", text))
 
 
 def count_host_transfers(text: str) -> int:

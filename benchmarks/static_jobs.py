@@ -31,10 +31,10 @@ class Tile(NamedTuple):
     steps: tuple[Step, ...]
 
 
-def decode_case(page_size: int) -> Case:
+def decode_case(page_size: int, head_dim: int = 128) -> Case:
     """64 sequences of one new token, at the heads of an 8B Llama 3."""
     return Case(
-        lengths=((1, TOKENS),) * 64, num_heads=32, num_kv_heads=8, head_dim=128,
+        lengths=((1, TOKENS),) * 64, num_heads=32, num_kv_heads=8, head_dim=head_dim,
         page_size=page_size, num_rows=64, max_pages=TOKENS // page_size,
     )  # fmt: skip
 
@@ -66,6 +66,11 @@ def tile_of(name: str, scratch: Iterable[Scratch]) -> Tile:
         tokens = _TPU_INFERENCE_TILE_TOKENS
         steps = tpu_inference_steps(pages=tokens // page_size, tiles=TOKENS // tokens)
         return Tile("RPAd", tokens, steps)  # "RPAm" is that for prefill
+    return paxkv_tile(page_size, scratch)
+
+
+def paxkv_tile(page_size: int, scratch: Iterable[Scratch]) -> Tile:
+    """The tile of our decode kernel on TPU, which asks for such memory."""
     shapes = [x.shape for x in scratch if x.space == "vmem"]
     pages = next(shape[2] for shape in shapes if len(shape) == 5 and shape[3] == page_size)
     part_tokens = next(columns for rows, columns in (x for x in shapes if len(x) == 2) if rows == 8)

@@ -33,7 +33,7 @@ class Count(NamedTuple):
 
 
 def paxkv_steps(*, pages: int, parts: int, tiles: int) -> tuple[Step, ...]:
-    """Our decode kernel (`tpu_decode`).
+    """Our decode kernel (`tpu_decode_kernel`).
 
     A tile between others is one loop, which starts the copies of the next tile's pages. A
     sequence's last tile is masked and attended part by part, and the pages of the next sequence's

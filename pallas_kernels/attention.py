@@ -9,7 +9,7 @@ import numpy as np
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.attention_checks import check_arguments, whole_number
-from paxkv.pallas_kernels.layout import fill_heads
+from paxkv.pallas_kernels.layout import fill_heads, from_stored, to_stored
 from paxkv.pallas_kernels.per_platform import Function, per_platform
 from paxkv.pallas_kernels.reference import paged_attention_reference
 
@@ -55,7 +55,8 @@ def paged_attention(
         new_keys: `[T, K, H]`; N is a multiple of K, and query head `h` reads KV head `h * K // N`.
         new_values: `[T, K, H]`.
         key_pages: `[P, K, S, H]`, or with wider heads, whose further numbers are zeros, see
-            `layout.page_shape`. Donate it where you jit: the result takes its place.
+            `layout.page_shape`; in int16 it holds the bits of float16, see
+            `layout.stored_dtype`. Donate it where you jit: the result takes its place.
         value_pages: `[P, K, S, H]`.
         block_tables: `i32[B, M]`, page ids in token order. Page 0 is the null page. Ids that name
             no page are refused if the arrays are concrete; within `jit` they are never read or
@@ -127,7 +128,16 @@ def _choose(
 
 
 def _reference(*arrays: jax.Array, settings: AttentionSettings) -> PagedAttention:
-    return paged_attention_reference(AttentionArrays(*arrays), settings)
+    call = AttentionArrays(*arrays)
+    stored = call.key_pages.dtype
+    numbers = call._replace(
+        key_pages=from_stored(call.key_pages), value_pages=from_stored(call.value_pages)
+    )
+    result = paged_attention_reference(numbers, settings)
+    return result._replace(
+        key_pages=to_stored(result.key_pages, stored),
+        value_pages=to_stored(result.value_pages, stored),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "implementation", "interpret"))

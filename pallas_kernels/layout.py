@@ -8,6 +8,7 @@ single copy for a kernel, and one row to gather for XLA, which moves no number w
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 NULL_PAGE = 0  # never handed out, so that an all-zero block table is valid
 _TPU_LANES = 128
@@ -23,6 +24,30 @@ def page_shape(num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, i
     if jax.default_backend() == "tpu":
         head_dim = -(-head_dim // _TPU_LANES) * _TPU_LANES
     return num_kv_heads, page_size, head_dim
+
+
+def stored_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of pool arrays that hold numbers of some dtype.
+
+    On TPUs float16 is held as its bits, in int16: Mosaic takes no array of float16, and XLA for
+    TPU copies what it reinterprets.
+    """
+    is_bits = jax.default_backend() == "tpu" and dtype == jnp.float16
+    return jnp.dtype(jnp.int16 if is_bits else dtype)
+
+
+def to_stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Numbers as pages of some dtype hold them: rounded to it, or the bits of float16 in int16."""
+    if x.dtype == dtype:
+        return x
+    if dtype == jnp.int16:
+        return lax.bitcast_convert_type(x.astype(jnp.float16), dtype)
+    return x.astype(dtype)
+
+
+def from_stored(x: jax.Array) -> jax.Array:
+    """The numbers that pages hold."""
+    return lax.bitcast_convert_type(x, jnp.float16) if x.dtype == jnp.int16 else x
 
 
 def fill_heads(x: jax.Array, head_dim: int) -> jax.Array:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paxkv.pallas_kernels.layout import to_stored
 from paxkv.pallas_kernels.per_platform import Function, per_platform
 
 type MoverImplementation = Literal["reference", "tpu", "gpu"]
@@ -34,7 +35,7 @@ def write_tokens(
     """Writes one token's K (or V) to each of some slots of pages.
 
     Args:
-        pages: A pool array, `[P, K, S, H]`.
+        pages: A pool array, `[P, K, S, H]`; in int16 it holds the bits of float16.
         page_ids: `i32[T]`, 0 or more. Ids at or past `P` write nothing.
         offsets: `i32[T]`, each in `[0, S)`. No two tokens may name one slot of one page.
         tokens: `[T, K, H]`.
@@ -44,8 +45,9 @@ def write_tokens(
     Returns:
         The pool array, updated in place where it was donated.
     """
-    tokens = tokens.astype(pages.dtype)
-    return _move(_WRITE, implementation, interpret, pages, page_ids, offsets, tokens)
+    return _move(
+        _WRITE, implementation, interpret, pages, page_ids, offsets, to_stored(tokens, pages.dtype)
+    )
 
 
 def copy_pages(
@@ -139,7 +141,8 @@ def _on_tpu(*arrays: jax.Array, name: str, interpret: bool = False) -> jax.Array
     if name == "write_tokens" and (refusal := tpu_movers.write_refusal(arrays[0])):
         raise ValueError(f"implementation='tpu' does not serve this pool: {refusal}")
     dtype = arrays[0].dtype
-    if dtype == jnp.float16:  # which a TPU kernel does not take; to move bits, any name will do
+    # A TPU kernel takes no float16, and XLA copies what it reinterprets: see `layout.stored_dtype`.
+    if dtype == jnp.float16:
         arrays = tuple(
             lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == dtype else x for x in arrays
         )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
 from paxkv.pallas_kernels.ragged import ragged_rows
 from paxkv.pallas_kernels.tpu_decode import paged_decode_tpu
+from paxkv.pallas_kernels.tpu_float16 import BITS, float16_from_bits, float16_to_bits
 from paxkv.pallas_kernels.tpu_mixed import paged_mixed_tpu
 from paxkv.pallas_kernels.tpu_tiles import bytes_per_token, chip_traced_for
 
@@ -18,7 +19,11 @@ def paged_attention_tpu(
     the kernel on the CPU, where a data race raises an error.
     """
     attend = paged_decode_tpu if settings.is_decode else paged_mixed_tpu
-    result = attend(arrays, settings, interpret=interpret)
+    if arrays.key_pages.dtype == BITS:
+        bits = float16_to_bits(arrays)
+        result = float16_from_bits(attend(bits, settings, interpret=interpret))
+    else:
+        result = attend(arrays, settings, interpret=interpret)
     # Rows that see nothing were perhaps never written: whatever lies there is not a result.
     rows = ragged_rows(arrays.queries.shape[0], arrays.cu_q_lens, arrays.kv_lens)
     first_seen = 0 if settings.window is None else rows.positions - settings.window + 1
@@ -33,10 +38,13 @@ def paged_attention_tpu(
 def tpu_refusal(arrays: AttentionArrays) -> str | None:
     """Why no kernel for TPU serves such dtypes or such large pages, or None if one does."""
     queries, key_pages = arrays.queries, arrays.key_pages
-    if queries.dtype != key_pages.dtype:
+    if key_pages.dtype == jnp.float16:
+        return "Mosaic takes no array of float16: keep the pool as its bits, in int16"
+    numbers = jnp.float16 if key_pages.dtype == BITS else key_pages.dtype
+    if numbers not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"pages are {key_pages.dtype}: keep the pool in bfloat16, float32 or float16's bits"
+    if queries.dtype != numbers:
         return f"queries are {queries.dtype} and pages {key_pages.dtype}: cast one to the other"
-    if key_pages.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"TPUs have no {key_pages.dtype} registers: keep the pool in bfloat16 or float32"
     page_bytes = key_pages.shape[2] * bytes_per_token(key_pages)
     vmem_bytes = chip_traced_for().usable_vmem_bytes
     if 2 * page_bytes > vmem_bytes // 2:

@@ -7,6 +7,7 @@ pages with tokens that are seen are copied; a tile's other places hold what was 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,6 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from paxkv.pallas_kernels.online_softmax import MASKED
 from paxkv.pallas_kernels.ragged import is_page
+
+
+def are_whole(block_tables, seen_from, seen_to, num_pages: int, page_size: int) -> jax.Array:
+    """Whether all pages of each slot with tokens of `[seen_from, seen_to)` exist, `bool[B]`."""
+    start = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None] * page_size
+    is_needed = (start + page_size > seen_from[:, None]) & (start < seen_to[:, None])
+    return jnp.all(is_page(block_tables, num_pages) | ~is_needed, axis=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

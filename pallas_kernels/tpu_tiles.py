@@ -9,9 +9,15 @@ LANES = 128
 
 # Bytes of K and V together that make a tile, by chip. While one tile is computed the next is
 # copied, so a tile must outlast the latency of a copy: v6e moves 1.6 MB in a microsecond. Longer
-# tiles also cost fewer bundles per token (heads (32, 8) of 128 in bfloat16, pages of 16, v6e: 1.64
-# at 512 tokens, 1.49 at 1,024) and more for sequences that end early in one.
+# tiles also cost fewer bundles per token and more for sequences that end early in one: in bfloat16
+# with heads (32, 8) of 128 and pages of 16, on v6e, 1.88 per token of a sequence of 4,096 at tiles
+# of 512 tokens, 1.92 at 1,024, 2.27 at 2,048; of a longer one 1.64, 1.48 and 1.45 per further token
+# (`benchmarks/bench_tiles_static.py`).
 _TILE_BYTES = {"v5e": 2 * 2**20, "v5p": 4 * 2**20, "v6e": 4 * 2**20, "7x": 4 * 2**20}
+# What takes over 3 % fewer bundles for a sequence of 4,096 than that, by chip, head_dim in lanes,
+# dtype and page size: all that was found on v5e and v6e with heads of 128 in bfloat16 (pages of 16
+# and 64) and float32, and of 256 in bfloat16. v5p and tpu7x are not searched yet.
+_BETTER_TILE_BYTES = {("v6e", 256, "bfloat16", 16): 8 * 2**20}
 _USUAL_TILE_BYTES = 2 * 2**20
 _MOST_TILE_TOKENS = 2048
 
@@ -46,8 +52,7 @@ def chip_traced_for() -> Chip:
 def bytes_per_token(key_pages: jax.Array) -> int:
     """Bytes that the K and V of one token take in VMEM."""
     _, num_kv_heads, _, head_dim = key_pages.shape
-    padded_dim = -(-head_dim // LANES) * LANES
-    return 2 * num_kv_heads * padded_dim * key_pages.dtype.itemsize
+    return 2 * num_kv_heads * _in_lanes(head_dim) * key_pages.dtype.itemsize
 
 
 def decode_tile_pages(chip: Chip, key_pages: jax.Array, max_pages: int) -> int:
@@ -71,18 +76,24 @@ def prefill_tile_queries(num_rows: int, num_kv_heads: int, group: int, head_dim:
         group: Query heads of a KV head, rounded up to a power of two.
         head_dim: H.
     """
-    padded_dim = -(-head_dim // LANES) * LANES
-    most = _PREFILL_SOFTMAX_BYTES // (4 * num_kv_heads * group * padded_dim)
+    most = _PREFILL_SOFTMAX_BYTES // (4 * num_kv_heads * group * _in_lanes(head_dim))
     wanted = min(_PREFILL_QUERIES, power_of_two_over(num_rows), power_of_two_under(max(1, most)))
     return max(wanted, -(-LANES // group))
 
 
 def _tile_tokens(chip: Chip, key_pages: jax.Array) -> int:
-    return _TILE_BYTES.get(chip.name, _USUAL_TILE_BYTES) // bytes_per_token(key_pages)
+    _, _, page_size, head_dim = key_pages.shape
+    usual = _TILE_BYTES.get(chip.name, _USUAL_TILE_BYTES)
+    key = (chip.name, _in_lanes(head_dim), key_pages.dtype.name, page_size)
+    return _BETTER_TILE_BYTES.get(key, usual) // bytes_per_token(key_pages)
 
 
 def _tile_pages(tokens: int, page_size: int, max_pages: int) -> int:
     return min(power_of_two_under(max(1, tokens // page_size)), power_of_two_over(max_pages))
+
+
+def _in_lanes(head_dim: int) -> int:
+    return -(-head_dim // LANES) * LANES
 
 
 def power_of_two_over(n: int) -> int:

@@ -31,6 +31,7 @@ def init_page_pool(
 ) -> PagePool:
     """A pool of zeros: `num_pages` (`P`, the null page counted) for each of the layers."""
     shape = (num_pages, *layout.page_shape(num_kv_heads, page_size, head_dim))
+    dtype = layout.stored_dtype(dtype)
     return PagePool(
         k_pages=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
         v_pages=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
@@ -116,7 +117,7 @@ def dense_from_pages(
     stop = jnp.where(page_ids == layout.NULL_PAGE, 0, stop)
 
     def read(pages: jax.Array) -> jax.Array:
-        tokens = layout.gather_pages(pages, page_ids, stop=stop)
+        tokens = layout.from_stored(layout.gather_pages(pages, page_ids, stop=stop))
         return tokens.swapaxes(1, 2)[:, :length, :, :head_dim]
 
     return read(pool.k_pages[layer]), read(pool.v_pages[layer])

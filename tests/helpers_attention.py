@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from paxkv.pallas_kernels import PagedAttention, paged_attention, tpu_decode, tpu_mixed
+from paxkv.pallas_kernels import PagedAttention, layout, paged_attention, tpu_decode, tpu_mixed
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
 from paxkv.pallas_kernels.attention_inputs import Inputs
 from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
@@ -45,6 +45,18 @@ def interpreted(kernel: Implementation, **options) -> Implementation:
     )
 
 
+def attend_tpu(arrays: AttentionArrays, settings: AttentionSettings, **options) -> PagedAttention:
+    """The kernel for TPU, on pages of float16 as a TPU stores them."""
+    stored = jnp.int16 if arrays.key_pages.dtype == jnp.float16 else arrays.key_pages.dtype
+    pools = (layout.to_stored(x, stored) for x in (arrays.key_pages, arrays.value_pages))
+    arrays = arrays._replace(**dict(zip(("key_pages", "value_pages"), pools, strict=True)))
+    result = paged_attention_tpu(arrays, settings, **options)
+    return result._replace(
+        key_pages=layout.from_stored(result.key_pages),
+        value_pages=layout.from_stored(result.value_pages),
+    )
+
+
 def exact_dtype(implementation: str) -> str:
     """The most exact dtype that an implementation takes: GPU kernels take 16 bit only."""
     return "float32" if implementation in ("reference", "tpu") else "bfloat16"
@@ -74,7 +86,7 @@ def small_tpu_tiles() -> Iterator[None]:
 
 
 INTERPRETED = {
-    "tpu": small_tpu_tiles()(interpreted(paged_attention_tpu)),
+    "tpu": small_tpu_tiles()(interpreted(attend_tpu)),
     "hopper": interpreted(paged_attention_hopper, num_multiprocessors=3),
     "ampere": interpreted(paged_attention_ampere),  # it takes 4 multiprocessors where interpreted
 }

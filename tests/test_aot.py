@@ -42,11 +42,11 @@ def failures(results: dict[str, Compiled]) -> dict[str, str]:
 
 
 def test_attention_compiles_and_leaves_the_pool_in_place(target):
-    names = attention_names(every_case=target in EVERY_CASE)
+    platform = CHIPS[target].platform
+    names = attention_names(platform, every_case=target in EVERY_CASE)
     results = compile_all(target, "benchmarks.aot_cases:attention_jobs", names)
     assert set(results) == set(names)
     assert not failures(results)
-    platform = CHIPS[target].platform
     if IMPLEMENTATIONS[platform] != "reference":
         for name, result in results.items():
             assert KERNEL_CALLS[platform] in result.kernels, f"{name} has no kernel"

@@ -54,7 +54,11 @@ KERNEL_CASES = [
         ("tpu", name, "float32")
         for name in ("decode_all_settings", "decode_page_8", "mixed_all_settings", "chunks_page_16")
     ),
-    *((kernel, "mixed_all_settings", "float16") for kernel in ("hopper", "ampere")),
+    *((kernel, "mixed_all_settings", "float16") for kernel in KERNELS),
+    *(
+        ("tpu", name, "float16")
+        for name in ("decode_all_settings", "decode_huge_scores", "decode_page_8", "chunks_page_8")
+    ),
 ]
 UNBOUNDED_DECODE_CASES = [
     *(run for run in REFERENCE_CASES if run[1] in SMALL_CASES and CASES[run[1]].is_decode),
@@ -358,6 +362,24 @@ class TestPagedAttention:
         for found, right in zip((result.key_pages, result.value_pages), pools, strict=True):
             assert_same_bits(found, right)
 
+    @pytest.mark.parametrize("q_len", [1, 3])
+    @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
+    def test_shared_pages_serve_every_sequence(self, implementation, dtype, q_len):
+        case = Case(lengths=((q_len, 37), (q_len, 40), (q_len, 21)), page_size=8)
+        apart = random_inputs(case, DTYPES[dtype])
+        keys, values = (
+            [np.concatenate([tokens[0][:16], own[16:]]) for own in tokens]
+            for tokens in (apart.keys, apart.values)
+        )
+        inputs = pack_inputs(case, apart.queries, keys, values, DTYPES[dtype])
+        tables = inputs.tables.copy()
+        tables[1:, :2] = tables[0, :2]
+        arguments = inputs.arguments | {"block_tables": jnp.asarray(tables)}
+        for name in ("key_pages", "value_pages"):  # the copies that are no longer needed
+            arguments[name] = arguments[name].at[inputs.tables[1:, :2].ravel()].set(jnp.nan)
+        shared = dataclasses.replace(inputs, tables=tables, arguments=arguments)
+        assert_right(shared, attend(implementation, shared, max_q_len=q_len))
+
     @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
     def test_row_used_again_ignores_what_it_held(self, implementation, dtype):
         case = Case(lengths=((1, 3),), max_pages=4, num_pages=9)
@@ -425,14 +447,20 @@ class TestPagedAttention:
         assert_right(inputs, result)
 
     @pytest.mark.parametrize("name", ["queries", "new_keys", "new_values"])
+    @pytest.mark.parametrize("q_len", [1, 3])
     @pytest.mark.parametrize(("implementation", "dtype"), EXACT)
-    def test_nan_of_one_sequence_shows_there_and_nowhere_else(self, implementation, dtype, name):
-        case = Case(lengths=((1, 20), (1, 20), (1, 20)), num_rows=6, max_pages=5, num_pages=20)
+    def test_nan_of_one_sequence_shows_there_and_nowhere_else(
+        self, implementation, dtype, q_len, name
+    ):
+        case = Case(lengths=((q_len, 20),) * 3, num_rows=12, max_pages=5, num_pages=20)
         inputs = random_inputs(case, DTYPES[dtype])
-        broken = {name: inputs.arguments[name].at[0].set(jnp.nan)}
-        result = attend(implementation, inputs, max_q_len=1, **broken)
-        assert np.isnan(result.out[0]).all()
-        assert np.isfinite(result.out[1:3]).all() and np.isfinite(result.log_sum_exp[1:3]).all()
+        # The sequence in the middle: a kernel may have attended for the other two or not yet.
+        broken = {name: inputs.arguments[name].at[q_len].set(jnp.nan)}
+        result = attend(implementation, inputs, max_q_len=q_len, **broken)
+        assert np.isnan(result.out[q_len]).all()
+        others = np.r_[0:q_len, 2 * q_len : 3 * q_len]
+        assert_close(result.out[others], right_result(inputs)[0][others], inputs.dtype)
+        assert np.isfinite(result.log_sum_exp[others]).all()
 
     @pytest.mark.parametrize("max_q_len", [None, 1])
     @pytest.mark.parametrize(("implementation", "dtype"), EXACT)

@@ -107,7 +107,7 @@ def test_named_kernel_works_or_says_what_it_takes(implementation, changes, messa
         (
             "tpu",
             jnp.float16,
-            "TPUs have no float16 registers: keep the pool in bfloat16 or float32",
+            "Mosaic takes no array of float16: keep the pool as its bits, in int16",
         ),
     ],
 )

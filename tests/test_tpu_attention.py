@@ -26,6 +26,13 @@ MIXED_CASES = {
     "steps_window": Case(lengths=((60, 70), (4, 60), (70, 90)), window=20, page_size=8),
 }
 
+# Several steps of 128 queries, each of two chunks; two tiles of 512 keys; three parts of 256 of
+# one tile of 1,024.
+FULL_TILE_CASES = {
+    "mixed": Case(lengths=((150, 600), (5, 40)), num_heads=2, num_kv_heads=1, page_size=64),
+    "decode": Case(lengths=((1, 600), (1, 300)), num_heads=2, num_kv_heads=1, page_size=64),
+}
+
 
 @pytest.mark.parametrize("name", DECODE_CASES)
 def test_decode_matches_dense_attention(name):
@@ -37,6 +44,14 @@ def test_decode_matches_dense_attention(name):
 def test_mixed_matches_dense_attention(name):
     inputs = random_inputs(MIXED_CASES[name], jnp.bfloat16)
     assert_right(inputs, attend("tpu", inputs))
+
+
+@pytest.mark.parametrize("name", FULL_TILE_CASES)
+def test_tiles_as_large_as_on_a_chip_match_dense_attention(name):
+    inputs = random_inputs(FULL_TILE_CASES[name], jnp.bfloat16)
+    call = interpreted(paged_attention_tpu)
+    max_q_len = 1 if inputs.case.is_decode else None
+    assert_right(inputs, attend_interpreted(call, inputs, max_q_len=max_q_len))
 
 
 @pytest.mark.parametrize("max_q_len", [1, None])
@@ -55,6 +70,7 @@ def test_tile_that_nobody_waits_for_is_a_race(max_q_len, monkeypatch):
     ("dtype", "pages", "found"),
     [
         (jnp.float16, (2, 16, 64), "float16"),
+        (jnp.int8, (2, 16, 64), "int8"),
         (jnp.float32, (2, 16, 64), "queries are bfloat16 and pages float32"),
         (jnp.bfloat16, (64, 256, 256), "16,777,216"),
     ],
