@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 import paxkv
+from paxkv.cli_diagnose import diagnose
 from paxkv.request import Completion, SamplingParams
 
 app = typer.Typer(
@@ -183,6 +184,9 @@ def _errors_told() -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         _notes.print(Text.assemble(("error: ", "red"), str(error)))
         raise typer.Exit(2) from error
+
+
+app.command()(_errors_told()(diagnose))
 
 
 def _lines(file: Path | None) -> list[str]:
