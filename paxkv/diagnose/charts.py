@@ -48,7 +48,7 @@ def _bar(simulation: Simulation, y: float) -> str:
         shapes.append(
             svg.rect(x, y, width, 20, fill, title=title, stroke=svg.INK, stroke_width=0.6)
         )
-        if kind == "used" and width > 40:
+        if kind == "used" and width > 50:
             shapes.append(svg.text(x + 5, y + 14.5, f"{share:.1f} %", fill="#ffffff"))
         x += width
     return "".join(shapes)

@@ -21,7 +21,7 @@ body { margin: 0 auto; max-width: 1120px; padding: 16px; color: #1b1f24; backgro
 h1 { font-size: 1.05rem; font-weight: 600; color: #57606a; margin: 0 }
 .verdict { font-size: 1.35rem; line-height: 1.4; font-weight: 600; margin: 8px 0 24px }
 h2 { font-size: 1.1rem; margin: 24px 0 8px }
-.grid { display: grid; gap: 24px 48px;
+.grid { display: grid; gap: 24px 48px; margin-top: 24px;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)) }
 figure { margin: 0 } figcaption { color: #57606a; margin-bottom: 8px }
 .grid h2 { margin-top: 8px }
@@ -30,8 +30,9 @@ svg { display: block; width: 100%; height: auto; font-family: inherit }
 th, td { padding: 3px 10px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid #d5d9df }
 th:first-child, td:first-child { text-align: left; padding-left: 0 }
-.wraps td:first-child { white-space: normal }
-tr.best { font-weight: 600 } p { margin: 6px 0; max-width: 75ch }
+.wraps th, .wraps td:first-child { white-space: normal } .wraps td:first-child { min-width: 11em }
+p { margin: 6px 0; max-width: 75ch }
+@media (max-width: 640px) { table { font-size: 0.75rem } th, td { padding: 3px 3px } }
 """
 
 
@@ -117,16 +118,16 @@ def _memory(diagnosis: Diagnosis) -> str:
 
 def _caches(diagnosis: Diagnosis) -> str:
     head = (
-        "cache", "used", "reserved", "internal", "external", "free", "at once", "preempted",
-        "computed twice",
+        "cache", "used", "reserved", "internal", "external", "free", "batch", "preempted",
+        "redone",
     )  # fmt: skip
     rows = [
         (CACHE_NAMES[name], *cache_cells(simulation))
         for name, simulation in diagnosis.simulations.items()
         if simulation is not None
     ]
-    title = "<h2>In figures: percent of the KV memory, requests at once, preemption</h2>"
-    return title + _table(head, rows)
+    words = "In figures: percent of the KV memory, requests at once, tokens redone after preemption"
+    return f"<h2>{words}</h2>" + _table(head, rows)
 
 
 def _remedies(diagnosis: Diagnosis) -> str:

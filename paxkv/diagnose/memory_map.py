@@ -86,12 +86,13 @@ class _Pages:
     def snapshot(self) -> list[MappedPage]:
         """Every page, in order."""
         mapped = [MappedPage("null")] + [MappedPage("free", fill=0.0)] * self._num_pages
-        holders = collections.Counter(
-            block for request in self._own for block in self._ids(request)
-        )
+        holders: dict[int, list[CountedRequest]] = collections.defaultdict(list)
+        for request in self._own:
+            for block in self._ids(request):
+                holders[block].append(request)
         for block, pages in self._blocks.items():
             for page in pages:
-                mapped[page] = MappedPage("shared" if holders[block] else "reusable")
+                mapped[page] = _block_page(holders[block])
         for request, pages in self._own.items():
             stored = request.base + self._step - 1 - self._num_shared(request) * self._page_size
             for place, page in enumerate(pages):
@@ -115,3 +116,10 @@ class _Pages:
             for page in self._blocks.pop(oldest):
                 heapq.heappush(self._free, page)
         return heapq.heappop(self._free)
+
+
+def _block_page(holders: list[CountedRequest]) -> MappedPage:
+    """A full page of a prompt, by who holds it."""
+    if len(holders) == 1:
+        return MappedPage("own", holders[0].id)
+    return MappedPage("shared" if holders else "reusable")

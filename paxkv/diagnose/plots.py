@@ -83,7 +83,7 @@ def _areas(axes: "Axes", simulation: Simulation) -> None:
     below = np.zeros(len(steps))
     for kind, (colour, hatch) in _FILLS.items():
         above = below + 100 * getattr(simulation.account, kind)[steps] / simulation.num_slots
-        axes.fill_between(steps, below, above, color=colour, hatch=hatch, edgecolor="black",
+        axes.fill_between(steps, below, above, facecolor=colour, hatch=hatch, edgecolor="black",
                           linewidth=0.3, label=kind)  # fmt: skip
         below = above
     axes.set(xlim=(0, steps[-1]), ylim=(0, 100), xlabel="step", ylabel="percent of the KV memory")
@@ -110,12 +110,14 @@ def _tails(axes: "Axes", diagnosis: Diagnosis) -> None:
     ]
     bars = axes.bar([str(size) for size in percents], list(percents.values()), color=colours,
                     edgecolor="black", linewidth=0.5)  # fmt: skip
-    axes.bar_label(bars, fmt="%.2f")
-    axes.axhline(MAX_TAIL_PERCENT, color="black", linestyle="--", linewidth=1)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps the line off
+    axes.bar_label(bars, fmt="%.2f", padding=2, bbox=behind)
+    axes.margins(y=0.1)
+    axes.axhline(MAX_TAIL_PERCENT, color="black", linestyle="--", linewidth=1, zorder=0)
     axes.set(xlabel="tokens per page (recommended: dark)", ylabel="tail, percent of what is held")
 
 
-def _map(axes: "Axes", pages: list[MappedPage], *, columns: int = 64) -> None:
+def _map(axes: "Axes", pages: list[MappedPage], *, columns: int = 44) -> None:
     from matplotlib.patches import Rectangle
 
     rows = -(-len(pages) // columns)

@@ -117,8 +117,8 @@ def _memory_table(diagnosis: Diagnosis) -> Table:
 
 def _cache_table(diagnosis: Diagnosis) -> Table:
     table = Table(
-        "cache", "used", "reserved", "internal", "external", "free", "batch", "preempted", "twice",
-        title="Percent of the KV memory; requests at once; what preemption costs",
+        "cache", "used", "reserved", "internal", "external", "free", "batch", "preempted", "redone",
+        title="Percent of the KV memory; requests at once; tokens redone after preemption",
         box=None, padding=(0, 1, 0, 0), title_justify="left",
     )  # fmt: skip
     for column in table.columns[1:]:
