@@ -13,7 +13,7 @@ from paxkv.diagnose.distributions import DISTRIBUTIONS, sample_trace
 from paxkv.diagnose.paged import PagedPolicy
 from paxkv.diagnose.prefixes import reuse_over_time
 from paxkv.diagnose.readers import read_trace
-from paxkv.diagnose.simulate import simulate
+from paxkv.diagnose.simulate import Simulation, simulate
 from paxkv.diagnose.tails import (
     PAGE_SIZES,
     recommended_page_size,
@@ -230,13 +230,16 @@ INDEPENDENT = {
 KINDS = ("used", "reserved", "internal", "external")
 
 
-def saturated(name: str, trace: Trace):
-    policy = (
-        paged(16, pool=OPT_SLOTS)
-        if name == "pages"
-        else contiguous(name, pool=OPT_SLOTS, context=OPT_CONTEXT)
-    )
-    return simulate(policy(), trace, max_steps=20_000, warmup_steps=3000)
+OPT = {
+    "max": contiguous("max", pool=OPT_SLOTS, context=OPT_CONTEXT),
+    "pow2": contiguous("pow2", pool=OPT_SLOTS, context=OPT_CONTEXT),
+    "oracle": contiguous("oracle", pool=OPT_SLOTS, context=OPT_CONTEXT),
+    "pages": paged(16, pool=OPT_SLOTS),
+}
+
+
+def saturated(name: str, trace: Trace) -> Simulation:
+    return simulate(OPT[name](), trace, max_steps=20_000, warmup_steps=3000)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The pictures of a diagnosis as files, by matplotlib."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,11 @@ def save_plots(diagnosis: Diagnosis, pages: list[MappedPage], folder: Path) -> l
     except ImportError as error:
         raise ValueError("plots need matplotlib: install paxkv[plots]") from error
     folder.mkdir(parents=True, exist_ok=True)
-    draw = {"caches": _bars, "budget": _curve, "page_sizes": _tails}
+    draw: dict[str, Callable[[Axes, Diagnosis], None]] = {
+        "caches": _bars,
+        "budget": _curve,
+        "page_sizes": _tails,
+    }
     for name in ("max", "pages"):
         simulation = diagnosis.simulations[name]
         if simulation is not None:
