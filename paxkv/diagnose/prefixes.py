@@ -35,10 +35,10 @@ def reuse_over_time(trace: Trace, *, capacity_tokens: int | None = None) -> Reus
         blocks = trace.prefixes.of(request).tolist()
         num_blocks += len(blocks)
         is_prefix = True  # a block behind a missing one is of no use
-        # From the last one on, so that a prefix outlives what builds on it.
         for block in blocks:
             is_prefix = is_prefix and block in kept
             num_reused += is_prefix
+        # From the last one on, so that a prefix outlives what builds on it.
         for block in reversed(blocks):
             kept[block] = None
             kept.move_to_end(block)
