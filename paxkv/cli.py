@@ -26,6 +26,7 @@ from paxkv.cli_common import (
     progress_bar,
     summary,
 )
+from paxkv.cli_diagnose import diagnose
 from paxkv.finite import finite
 from paxkv.request import Completion, SamplingParams
 
@@ -37,6 +38,7 @@ app = typer.Typer(
     epilog='Start with: paxkv generate "Why do operating systems use pages?"',
 )
 app.command()(batch)
+app.command()(errors_told()(diagnose))
 
 
 @app.callback(invoke_without_command=True)

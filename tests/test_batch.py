@@ -19,7 +19,7 @@ from paxkv import SamplingParams
 from paxkv.batch import BatchRequest, Results, read_requests, run_batch
 from paxkv.openai_format import CHAT, COMPLETIONS
 
-GREEDY = {"max_tokens": 4, "temperature": 0}
+GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture(scope="module")

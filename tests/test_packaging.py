@@ -53,7 +53,8 @@ def test_wheel_has_one_package(wheel: zipfile.ZipFile):
 
 def test_wheel_has_every_module_once(wheel: zipfile.ZipFile):
     names = [name for name in wheel.namelist() if name.endswith(".py")]
-    own = {f"paxkv/{file.name}" for file in (ROOT / "paxkv").glob("*.py")}
+    folders = ("paxkv", "paxkv/diagnose")
+    own = {f"{folder}/{file.name}" for folder in folders for file in (ROOT / folder).glob("*.py")}
     assert sorted(names) == sorted(own | _modules("models") | _modules("pallas_kernels"))
 
 

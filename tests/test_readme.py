@@ -88,7 +88,7 @@ def test_files_on_the_map_and_in_the_text_exist():
     [(_, files)] = sections()["Map of the files"]
     named, folder = set(re.findall(r"`([\w.]+/[\w./]+)`", README)), ""
     for line in files.splitlines():
-        if start := re.match(r"(\w+/)", line):
+        if start := re.match(r"((?:\w+/)+)", line):
             folder = start[1]
             named.add(folder)
         named.update(folder + name for name in re.findall(r"\w+\.py", line))
