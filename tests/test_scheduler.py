@@ -218,15 +218,14 @@ def test_pages_nobody_uses_make_room_for_what_the_next_steps_take():
 
 
 def test_requests_that_share_much_wait_for_the_first_to_store_it():
-    sizes = {"num_slots": 4, "num_pages": 1000}
-    scheduler = make_scheduler(200, 200, 10, **sizes)
+    scheduler = make_scheduler(200, 200, 10, num_slots=4, num_pages=1000)
     assert [r.id for r in scheduler.admit().values()] == [0]
     assert scheduler.is_waiting_for_pages
     store(scheduler, [0] * 199)
     assert [r.id for r in scheduler.admit().values()] == [1, 2]
     assert not scheduler.is_waiting_for_pages
     for length, shares_prefixes in ((200, False), (100, True)):
-        scheduler = make_scheduler(length, length, **sizes, shares_prefixes=shares_prefixes)
+        scheduler = make_scheduler(length, length, num_pages=1000, shares_prefixes=shares_prefixes)
         assert len(scheduler.admit()) == 2
 
 
