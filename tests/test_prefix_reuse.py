@@ -27,6 +27,7 @@ from helpers import (
 )
 from paxkv.decoder import Cache, LayerGroup
 from paxkv.engine import Engine
+from paxkv.llm import LLM
 from paxkv.prefix_index import PrefixKey
 from paxkv.request import SamplingParams
 
@@ -270,6 +271,18 @@ def test_engine_without_prefix_caching_keeps_nothing():
     assert engine.stats.prefill_tokens == 2 * (len(SYSTEM) - 1)
     with pytest.raises(ValueError, match="prefix_caching is off"):
         engine.warm(SYSTEM)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_llm_keeps_prefixes_unless_told_otherwise(prefix_caching):
+    llm = LLM(
+        tiny_decoder(), dtype="float32", page_size=4, max_slots=2, max_length=64,
+        prefix_caching=prefix_caching, compilation_cache=False,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    first, second = (llm.generate(SYSTEM, params) for _ in range(2))
+    assert first == second
+    assert llm.engine.stats.prefix_tokens_hit == (len(SYSTEM) - 1 if prefix_caching else 0)
 
 
 def test_clearing_while_requests_run_takes_nothing_from_them():
