@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from paxkv.block_table import BlockTable, append, fork, init_block_table, release, truncate
     from paxkv.cache import (
         PagedCache,
+        adopt_all,
         append_all,
         fork_all,
         init_cache,
         release_all,
         reserve_all,
+        settle_all,
         truncate_all,
     )
     from paxkv.causal_view import CausalView
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
         init_page_pool,
         pages_from_dense,
     )
+    from paxkv.prefix_index import PrefixIndex, PrefixKey
     from paxkv.request import Completion, SamplingParams, TokenLogprob
     from paxkv.reservation import reserve
     from paxkv.sampling import Sampling, greedy_sampling, same_sampling
+    from paxkv.sharing import adopt, hold, merge
     from paxkv.slots import Finish, Slots, init_slots, requests_from_prompts
     from paxkv.steps import Burst, decode_loop, decode_step, prefill_step
 
@@ -52,12 +56,16 @@ __all__ = [
     "LogitsProcessor",
     "PagePool",
     "PagedCache",
+    "PrefixIndex",
+    "PrefixKey",
     "Sampling",
     "SamplingParams",
     "Score",
     "Slots",
     "StreamPiece",
     "TokenLogprob",
+    "adopt",
+    "adopt_all",
     "append",
     "append_all",
     "chain",
@@ -70,10 +78,12 @@ __all__ = [
     "fork",
     "fork_all",
     "greedy_sampling",
+    "hold",
     "init_block_table",
     "init_cache",
     "init_page_pool",
     "init_slots",
+    "merge",
     "pages_from_dense",
     "prefill_step",
     "release",
@@ -82,6 +92,7 @@ __all__ = [
     "reserve",
     "reserve_all",
     "same_sampling",
+    "settle_all",
     "stateless",
     "truncate",
     "truncate_all",
@@ -91,7 +102,8 @@ __all__ = [
 # attention (`paxkv.pallas_kernels`) does not import flax.
 _HOMES = {
     "block_table": "BlockTable append fork init_block_table release truncate",
-    "cache": "PagedCache append_all fork_all init_cache release_all reserve_all truncate_all",
+    "cache": "PagedCache adopt_all append_all fork_all init_cache release_all reserve_all "
+    "settle_all truncate_all",
     "decoder": "Decoder LayerGroup",
     "causal_view": "CausalView",
     "engine": "Engine",
@@ -99,9 +111,11 @@ _HOMES = {
     "llm": "LLM Score StreamPiece",
     "logits_processors": "LogitsProcessor chain default_processors stateless",
     "page_pool": "PagePool copy_pages dense_from_pages init_page_pool pages_from_dense",
+    "prefix_index": "PrefixIndex PrefixKey",
     "reservation": "reserve",
     "request": "Completion SamplingParams TokenLogprob",
     "sampling": "Sampling greedy_sampling same_sampling",
+    "sharing": "adopt hold merge",
     "slots": "Finish Slots init_slots requests_from_prompts",
     "steps": "Burst decode_loop decode_step prefill_step",
 }

@@ -23,6 +23,7 @@ from paxkv.config import pages_of
 from paxkv.decoder import LayerGroup
 from paxkv.page_pool import PagePool, copy_pages, init_page_pool
 from paxkv.reservation import no_copies, reserve
+from paxkv.sharing import adopt, hold, merge
 
 type PagedCache = tuple[tuple[PagePool, BlockTable], ...]
 
@@ -103,10 +104,56 @@ def truncate_all(cache: PagedCache, lengths: jax.Array) -> tuple[PagedCache, jax
     return _on_tables(partial(truncate, lengths=lengths), cache)
 
 
-def _on_tables(
-    operation: Callable[[BlockTable], tuple[BlockTable, jax.Array]], cache: PagedCache
+def adopt_all(
+    cache: PagedCache, pages: jax.Array, lengths: jax.Array
 ) -> tuple[PagedCache, jax.Array]:
-    changed = [operation(table) for _, table in cache]
+    """Lets empty slots begin with pages (`i32[G, B, M]`) that hold `lengths` (`i32[B]`) tokens.
+
+    A page adopted in part is copied at once, so that no slot needs another page for it later.
+
+    Returns:
+        The new cache, and `bool[]`; False if a page is free, a slot is not empty, or the pool has
+        no pages for the copies.
+    """
+    cache, ok = _on_tables(partial(adopt, lengths=lengths), cache, pages)
+    is_partial = ok & (lengths % cache[0][1].page_size > 0)
+    cache, fits = reserve_all(cache, is_partial.astype(jnp.int32))
+    return cache, ok & fits
+
+
+def settle_all(
+    cache: PagedCache, done: jax.Array, holds: jax.Array, same_as: jax.Array
+) -> tuple[PagedCache, jax.Array]:
+    """Empties the slots in `done` once a prefix index has taken hold of what it wants of them.
+
+    Args:
+        cache: The state.
+        done: `bool[B]`.
+        holds: `i32[G, P]`, see `hold`.
+        same_as: `i32[G, P]`, see `merge`.
+
+    Returns:
+        The new cache, and `bool[]`; False if a group's table is corrupt.
+    """
+
+    def settle(
+        table: BlockTable, holds: jax.Array, same_as: jax.Array
+    ) -> tuple[BlockTable, jax.Array]:
+        table, holds_ok = hold(table, holds)
+        table, merge_ok = merge(table, same_as)
+        table, release_ok = release(table, done)
+        return table, holds_ok & merge_ok & release_ok
+
+    return _on_tables(settle, cache, holds, same_as)
+
+
+def _on_tables(
+    operation: Callable[..., tuple[BlockTable, jax.Array]],
+    cache: PagedCache,
+    *of_groups: jax.Array,
+) -> tuple[PagedCache, jax.Array]:
+    """Applies an operation to the table of each group, with its part of arrays `[G, ...]`."""
+    changed = [operation(table, *(x[i] for x in of_groups)) for i, (_, table) in enumerate(cache)]
     ok = jnp.all(jnp.stack([group_ok for _, group_ok in changed]))
     return tuple(
         (pool, _choose(ok, new, old)) for (pool, old), (new, _) in zip(cache, changed, strict=True)

@@ -14,21 +14,32 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paxkv.cache import init_cache
-from paxkv.config import page_bytes
+from paxkv.config import page_bytes, pages_of
 from paxkv.decoder import Decoder
 from paxkv.logits_processors import LogitsProcessor
+from paxkv.models.generation import GenerationConfig
+from paxkv.prefix_index import NO_KEY, PrefixKey
 from paxkv.request import MAX_LOGPROBS, FinishReason, SamplingParams
 from paxkv.scheduler import Request, Scheduler
 from paxkv.slots import DEFAULT_PROCESSOR, idle_requests, init_slots
 from paxkv.steps import (
     Burst,
     PromptLogprobs,
-    admit_jit,
+    admit_step_jit,
     decode_loop_jit,
     prefill_step_jit,
-    release_step_jit,
+    settle_step_jit,
 )
-from paxkv.transfer import NUM_STOP_IDS, rows_of, take_prompt_logprobs, take_tokens
+from paxkv.transfer import (
+    NUM_STOP_IDS,
+    prefixes_of,
+    rows_of,
+    table_changes,
+    take_prompt_logprobs,
+    take_tokens,
+)
+
+_WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults(GenerationConfig())
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,6 +53,8 @@ class EngineStats:
     num_preemptions: int = 0
     peak_pages: int = 0
     peak_tokens: int = 0  # in the cache, at the moment of most pages
+    prefix_tokens_hit: int = 0  # in the cache already when a request was admitted
+    prefix_tokens_copied: int = 0  # of these, in pages that only begin alike
 
 
 @contextlib.contextmanager
@@ -91,6 +104,10 @@ class Engine:
         max_prefill_tokens: Prompt tokens in one call, a power of two.
         max_burst: Decode steps between two looks of the host.
         seed: What requests without a seed of their own draw from.
+        prefix_caching: Keep the full pages of requests, while there is room, for later ones that
+            begin with the same tokens.
+        max_pinned_share: Of the pages, how many `warm(..., pin=True)` may keep for good. Room for
+            one request of `max_length` is always left.
         processor: Changes logits before sampling; put your own behind the default ones with
             `chain`.
 
@@ -110,6 +127,8 @@ class Engine:
         max_prefill_tokens: int = 1024,
         max_burst: int = 32,
         seed: int = 0,
+        prefix_caching: bool = True,
+        max_pinned_share: float = 0.5,
         processor: LogitsProcessor = DEFAULT_PROCESSOR,
     ) -> None:
         if max_prefill_tokens < 16 or max_prefill_tokens & (max_prefill_tokens - 1):
@@ -118,6 +137,8 @@ class Engine:
             raise ValueError(f"{max_burst=} must be at least 1 decode step")
         if max_length < 2:
             raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
+        if not 0 <= max_pinned_share <= 1:
+            raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
         self.decoder = decoder
         self.max_burst = max_burst
         self.stats = EngineStats()
@@ -129,11 +150,15 @@ class Engine:
         self._seed = seed
         self._num_added = 0
         self._processor = processor
+        self._verdicts: list[jax.Array] = []  # of operations that must go well
+        longest = pages_of(self.max_length - 1, page_size)
         self._scheduler = Scheduler(
             num_slots=num_slots,
             num_pages=num_pages - 1,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
+            max_pinned_pages=min(int(max_pinned_share * (num_pages - 1)), num_pages - 1 - longest),
+            shares_prefixes=prefix_caching,
         )
         self._cache = init_cache(
             decoder.layer_groups,
@@ -166,7 +191,12 @@ class Engine:
         return self._scheduler.page_size
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, stop_token_ids: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        prefix_key: PrefixKey = NO_KEY,
     ) -> Request:
         """Queues a request.
 
@@ -174,6 +204,7 @@ class Engine:
             prompt: Token ids.
             params: With nothing left open (see `SamplingParams.with_defaults`).
             stop_token_ids: Tokens that end it, on top of those in `params`.
+            prefix_key: Only requests with an equal one share the pages of their first tokens.
 
         Returns:
             The request, whose `output` grows with every `step`.
@@ -189,6 +220,7 @@ class Engine:
             params=params,
             stop_token_ids=stops,
             max_num_tokens=min(len(prompt) + (params.max_tokens or 0), self.max_length),
+            prefix_key=prefix_key,
         )
         self._num_added += 1
         self._scheduler.waiting.append(request)
@@ -204,25 +236,24 @@ class Engine:
         Returns:
             The requests that have new tokens or have ended.
         """
-        self._admit()
+        num_steps = self.max_burst if max_steps is None else min(max_steps, self.max_burst)
+        self._admit(num_steps)
+        if self._scheduler.is_waiting_for_pages:
+            num_steps = min(num_steps, 1)
         begin = time.perf_counter()
         prompt_logprobs = self._prefill()
         middle = time.perf_counter()
         self._cache, self._slots, burst = decode_loop_jit(
-            self.decoder, self._cache, self._slots,
-            np.int32(self.max_burst if max_steps is None else min(max_steps, self.max_burst)),
-            until_finish=np.bool_(len(self._scheduler.waiting) > 0), processor=self._processor,
+            self.decoder, self._cache, self._slots, np.int32(num_steps),
+            until_finish=np.bool_(len(self._scheduler.waiting) > 0),
+            keeps_pages=self._scheduler.shares_prefixes, processor=self._processor,
         )  # fmt: skip
-        burst, prompt_logprobs = jax.device_get((burst, prompt_logprobs))
+        burst, prompt_logprobs, tables = self._fetch(burst, prompt_logprobs)
         self.stats.prefill_seconds += middle - begin
         self.stats.decode_seconds += time.perf_counter() - middle
         for q_lens, logprobs in prompt_logprobs:
             take_prompt_logprobs(self._scheduler.running, q_lens, logprobs)
-        changed = self._take_news(burst)
-        if not burst.fits:
-            self._release(self._scheduler.preempt())
-            self.stats.num_preemptions += 1
-        return changed
+        return self._take_news(burst, tables)
 
     @_uninterrupted()
     def abort(self, request: Request, reason: FinishReason = "stop") -> None:
@@ -234,11 +265,55 @@ class Engine:
             self._scheduler.waiting.remove(request)
             return
         slot = next(slot for slot, r in self._scheduler.running.items() if r is request)
-        del self._scheduler.running[slot]
-        self._release(slot)
+        self._scheduler.remove(slot)
+        self._settle([slot])
+
+    def warm(
+        self, tokens: Sequence[int], *, prefix_key: PrefixKey = NO_KEY, pin: bool = False
+    ) -> int:
+        """Stores a prefix for later requests to begin with, such as a system prompt.
+
+        Requests that run or wait are served meanwhile.
+
+        Args:
+            tokens: What does not fill a page at the end is left out.
+            prefix_key: That of the requests to come.
+            pin: Keep it until `unpin`, however short of pages the pool is.
+
+        Returns:
+            How many of the tokens are stored.
+
+        Raises:
+            ValueError: It cannot be stored, or pins would hold more pages than they may.
+        """
+        if not self._scheduler.shares_prefixes:
+            raise ValueError("prefix_caching is off, so that no prefix is kept: turn it on")
+        index = self._scheduler.index
+        full = list(tokens[: len(tokens) - len(tokens) % self.page_size])
+        if full:
+            self._store([*full, full[-1]], prefix_key)
+        if pin:
+            return index.pin(tokens, prefix_key)
+        return len(index.lookup([*full, 0], prefix_key).nodes) * self.page_size
+
+    def unpin(self, tokens: Sequence[int], *, prefix_key: PrefixKey = NO_KEY) -> None:
+        """Lets a prefix that was pinned go when its pages are needed.
+
+        Raises:
+            ValueError: It is not pinned.
+        """
+        self._scheduler.index.unpin(tokens, prefix_key)
+
+    @_uninterrupted()
+    def clear_prefixes(self) -> None:
+        """Forgets what no running request uses, pinned prefixes too."""
+        self._scheduler.index.clear()
+        self._settle()
 
     def set_decoder(self, decoder: Decoder) -> None:
         """Goes on with other weights. Nothing is compiled again if shapes and dtypes are equal.
+
+        Prefixes that the old ones have stored are forgotten, pinned ones too.
 
         Raises:
             ValueError: The new decoder has other shapes or dtypes.
@@ -256,6 +331,7 @@ class Engine:
             raise ValueError(
                 "the new weights differ from the old ones in structure, shape or dtype"
             )
+        self.clear_prefixes()
         self.decoder = decoder
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, stops: tuple[int, ...]) -> None:
@@ -288,14 +364,28 @@ class Engine:
         if len(stops) > NUM_STOP_IDS:
             raise ValueError(f"{len(stops)} stop tokens; a request may have {NUM_STOP_IDS}")
 
-    def _admit(self) -> None:
-        admitted = self._scheduler.admit()
+    def _admit(self, num_steps: int) -> None:
+        """Sends back whom the pool has no pages for, and lets in whom it has."""
+        scheduler, sent_back = self._scheduler, []
+        while scheduler.is_short:
+            sent_back.append(scheduler.preempt())
+        self.stats.num_preemptions += len(sent_back)
+        admitted = scheduler.admit()
+        scheduler.make_room(num_steps)
+        self._settle(sent_back)
         if not admitted:
             return
         is_new, requests = rows_of(
-            admitted, self._scheduler.num_slots, self.max_length, engine_seed=self._seed
+            admitted, scheduler.num_slots, self.max_length, engine_seed=self._seed
         )
-        self._slots = admit_jit(self._slots, is_new, requests, processor=self._processor)
+        pages, lengths = prefixes_of(admitted, self._cache)
+        self._cache, self._slots, ok = admit_step_jit(
+            self._cache, self._slots, is_new, requests, pages, lengths, processor=self._processor
+        )
+        self._verdicts.append(ok)
+        self.stats.prefix_tokens_hit += int(lengths.sum())
+        self.stats.prefix_tokens_copied += int((lengths % self.page_size).sum())
+        scheduler.note_copied(admitted.values())
 
     def _prefill(self) -> list[tuple[dict[int, int], PromptLogprobs]]:
         """Stores the prompts of what was admitted; returns device arrays not yet fetched."""
@@ -303,12 +393,13 @@ class Engine:
         num_slots = self._scheduler.num_slots
         while plan := self._scheduler.next_prefill():
             q_lens, num_rows = plan
-            wanted = any(self._wants_prompt_logprobs(slot) for slot in q_lens)
-            self._cache, _, logprobs = prefill_step_jit(
+            wanted = any(self._scheduler.running[slot].needs_prompt_logprobs for slot in q_lens)
+            self._cache, fits, logprobs = prefill_step_jit(
                 self.decoder, self._cache, self._slots,
                 np.array([q_lens.get(slot, 0) for slot in range(num_slots)], np.int32),
                 num_rows=num_rows, num_prompt_logprobs=self._max_logprobs if wanted else None,
             )  # fmt: skip
+            self._verdicts.append(fits)
             if wanted:
                 outputs.append((q_lens, logprobs))
             for slot, q_len in q_lens.items():
@@ -319,30 +410,63 @@ class Engine:
         )  # so that prefill and decode are told apart
         return outputs
 
-    def _wants_prompt_logprobs(self, slot: int) -> bool:
-        request = self._scheduler.running[slot]
-        return request.params.prompt_logprobs is not None and not request.knows_prompt_logprobs
+    def _fetch(
+        self, burst: Burst, prompt_logprobs: list[tuple[dict[int, int], PromptLogprobs]]
+    ) -> tuple[Burst, list[tuple[dict[int, int], PromptLogprobs]], list[np.ndarray]]:
+        """Brings what a step did to the host, and the layer groups' tables if they are needed."""
+        is_needed = self._scheduler.shares_prefixes
+        tables = [table.block_tables for _, table in self._cache] if is_needed else []
+        verdicts, self._verdicts = self._verdicts, []
+        burst, prompt_logprobs, tables, verdicts = jax.device_get(
+            (burst, prompt_logprobs, tables, verdicts)
+        )
+        if not all(verdicts):
+            raise RuntimeError(
+                f"{len(verdicts) - sum(verdicts)} operations on the cache were refused: the block "
+                "tables are not what the scheduler takes them for, which is a fault of paxkv"
+            )
+        return burst, prompt_logprobs, tables
 
-    def _take_news(self, burst: Burst) -> list[Request]:
-        changed = []
-        for slot, request in list(self._scheduler.running.items()):
+    def _take_news(self, burst: Burst, tables: list[np.ndarray]) -> list[Request]:
+        changed, scheduler = [], self._scheduler
+        for slot, request in scheduler.running.items():
             is_new = take_tokens(request, burst.news, slot)
             self.stats.decode_tokens += int(burst.news.counts[slot])
             request.num_stored = request.num_tokens - 1
             if is_new or request.finish_reason:
                 changed.append(request)
+            if scheduler.shares_prefixes and request.finish_reason != "error":
+                scheduler.note_written(request, [table[slot] for table in tables])
         self._note_peak()
-        for slot, request in list(self._scheduler.running.items()):
-            if request.finish_reason:
-                del self._scheduler.running[slot]
+        ended = [slot for slot, request in scheduler.running.items() if request.finish_reason]
+        for slot in ended:
+            scheduler.remove(slot)
+        self._settle(ended if scheduler.shares_prefixes else [])
         return changed
 
     def _note_peak(self) -> None:
-        num_pages = self._scheduler.num_pages_held
+        num_pages = self._scheduler.num_pages_used
         if num_pages > self.stats.peak_pages:
             self.stats.peak_pages = num_pages
-            self.stats.peak_tokens = sum(r.num_stored for r in self._scheduler.running.values())
+            self.stats.peak_tokens = self._scheduler.num_tokens_stored
 
-    def _release(self, slot: int) -> None:
-        done = np.arange(self._scheduler.num_slots) == slot
-        self._cache, self._slots, _ = release_step_jit(self._cache, self._slots, done)
+    def _settle(self, done: Sequence[int] = ()) -> None:
+        """Releases slots, and tells the block tables what the prefix index holds now."""
+        changes = self._scheduler.index.take_changes()
+        if not done and not changes:
+            return
+        holds, same_as = table_changes(changes, self._cache)
+        is_done = np.isin(np.arange(self._scheduler.num_slots), done)
+        self._cache, self._slots, ok = settle_step_jit(
+            self._cache, self._slots, is_done, holds, same_as
+        )
+        self._verdicts.append(ok)
+
+    def _store(self, tokens: Sequence[int], prefix_key: PrefixKey) -> None:
+        """Serves a request for the sake of what it leaves in the cache."""
+        request = self.add(tokens, _WARMING, prefix_key=prefix_key)
+        try:
+            while request.finish_reason is None:
+                self.step()
+        finally:
+            self.abort(request)

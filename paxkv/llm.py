@@ -76,6 +76,8 @@ class LLM:
         max_prefill_tokens: Prompt tokens in one call, a power of two.
         max_burst: Decode steps between two looks of the host.
         seed: What requests without a seed of their own draw from.
+        prefix_caching: Keep what requests have stored, while there is room, for later ones that
+            begin with the same tokens.
         processor: Changes logits before sampling (see `paxkv.logits_processors`).
         compilation_cache: Keeps compiled programs in the user's cache folder.
         on_progress: Called with bytes loaded and bytes in all while the weights load.
@@ -98,6 +100,7 @@ class LLM:
         max_prefill_tokens: int = 1024,
         max_burst: int = 32,
         seed: int = 0,
+        prefix_caching: bool = True,
         processor: LogitsProcessor = DEFAULT_PROCESSOR,
         compilation_cache: bool = True,
         on_progress: OnProgress | None = None,
@@ -132,7 +135,7 @@ class LLM:
         self.engine = Engine(
             decoder, num_slots=max_slots, max_length=max_length, num_pages=num_pages,
             page_size=page_size, dtype=dtype, max_prefill_tokens=max_prefill_tokens,
-            max_burst=max_burst, seed=seed, processor=processor,
+            max_burst=max_burst, seed=seed, prefix_caching=prefix_caching, processor=processor,
         )  # fmt: skip
 
     def generate(

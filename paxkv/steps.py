@@ -17,7 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paxkv.cache import PagedCache, append_all, release_all, reserve_all
+from paxkv.cache import (
+    PagedCache,
+    adopt_all,
+    append_all,
+    release_all,
+    reserve_all,
+    settle_all,
+)
 from paxkv.cache_view import CacheView
 from paxkv.decoder import Decoder
 from paxkv.logits_processors import LogitsProcessor
@@ -81,12 +88,13 @@ def decode_step(
     cache: PagedCache,
     slots: Slots,
     *,
+    keeps_pages: bool = False,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
 ) -> tuple[PagedCache, Slots, jax.Array]:
     """Stores the newest token of each slot and samples the next; all of them or, if short, none.
 
     Slots that have more than their newest token to store wait for prefill. The pages of requests
-    that end are given back.
+    that end are given back, or, if it `keeps_pages`, stay in their slots for `settle_step`.
 
     Returns:
         The new cache and slots, and `bool[]`, whether the pool had the pages.
@@ -99,7 +107,8 @@ def decode_step(
     last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
     logits = decoder.logits(hidden[last_rows])
     slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
-    cache, _ = release_all(cache, has_ended)
+    if not keeps_pages:
+        cache, _ = release_all(cache, has_ended)
     return cache, dataclasses.replace(slots, is_active=slots.is_active & ~has_ended), fits
 
 
@@ -110,6 +119,7 @@ def decode_loop(
     num_steps: jax.Array | int,
     *,
     until_finish: jax.Array | bool = False,
+    keeps_pages: bool = False,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
 ) -> tuple[PagedCache, Slots, Burst]:
     """Decodes until no slot lives, `num_steps` are made, or the pool cannot serve the next step.
@@ -122,6 +132,7 @@ def decode_loop(
         slots: Likewise. The host is taken to have seen its news once this returns.
         num_steps: `i32[]`. A slot's news must also have room: `max_burst` tokens.
         until_finish: `bool[]`, also return when a request ends, so that its slot can be refilled.
+        keeps_pages: Leave the pages of requests that end in their slots, for a prefix index.
         processor: Changes the logits before sampling.
     """
     has_ended_before = slots.news.finish != Finish.NOT
@@ -137,7 +148,9 @@ def decode_loop(
         state: tuple[PagedCache, Slots, jax.Array, jax.Array],
     ) -> tuple[PagedCache, Slots, jax.Array, jax.Array]:
         cache, slots, steps, _ = state
-        cache, slots, fits = decode_step(decoder, cache, slots, processor=processor)
+        cache, slots, fits = decode_step(
+            decoder, cache, slots, keeps_pages=keeps_pages, processor=processor
+        )
         return cache, slots, steps + fits.astype(jnp.int32), fits
 
     start = (cache, slots, jnp.int32(0), jnp.array(True))
@@ -151,15 +164,45 @@ def decode_loop(
     return cache, dataclasses.replace(slots, news=seen), burst
 
 
-def release_step(
-    cache: PagedCache, slots: Slots, done: jax.Array
+def admit_step(
+    cache: PagedCache,
+    slots: Slots,
+    is_new: jax.Array,
+    requests: Requests,
+    pages: jax.Array,
+    lengths: jax.Array,
+    *,
+    processor: LogitsProcessor = DEFAULT_PROCESSOR,
+) -> tuple[PagedCache, Slots, jax.Array]:
+    """Puts requests into idle slots; they begin with what the cache has of their tokens.
+
+    Args:
+        cache: The state.
+        slots: Likewise.
+        is_new: `bool[B]`, the slots.
+        requests: The requests, in the rows of these slots.
+        pages: `i32[G, B, M]`, see `adopt_all`.
+        lengths: `i32[B]`, how many tokens they hold; 0 in all other slots.
+        processor: The logits processor that will be used.
+
+    Returns:
+        The new cache and slots, and `bool[]`, as `adopt_all`.
+    """
+    cache, ok = adopt_all(cache, pages, lengths)
+    return cache, admit(slots, is_new, requests, processor=processor), ok
+
+
+def settle_step(
+    cache: PagedCache, slots: Slots, done: jax.Array, holds: jax.Array, same_as: jax.Array
 ) -> tuple[PagedCache, Slots, jax.Array]:
     """Takes the requests in `done` (`bool[B]`) out of the batch and gives back their pages.
 
+    First a prefix index takes hold of pages, and lets go of others: see `settle_all`.
+
     Returns:
-        The new cache and slots, and `bool[]`; False if a page would be freed twice.
+        The new cache and slots, and `bool[]`; False if a table is corrupt.
     """
-    cache, ok = release_all(cache, done)
+    cache, ok = settle_all(cache, done, holds, same_as)
     return cache, dataclasses.replace(slots, is_active=slots.is_active & ~done), ok
 
 
@@ -298,7 +341,11 @@ prefill_step_jit = jax.jit(
     donate_argnames="cache",
 )
 decode_loop_jit = jax.jit(
-    decode_loop, static_argnames="processor", donate_argnames=("cache", "slots")
+    decode_loop,
+    static_argnames=("keeps_pages", "processor"),
+    donate_argnames=("cache", "slots"),
 )
-release_step_jit = jax.jit(release_step, donate_argnames=("cache", "slots"))
-admit_jit = jax.jit(admit, static_argnames="processor", donate_argnames="slots")
+admit_step_jit = jax.jit(
+    admit_step, static_argnames="processor", donate_argnames=("cache", "slots")
+)
+settle_step_jit = jax.jit(settle_step, donate_argnames=("cache", "slots"))

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from paxkv.cache import PagedCache
+from paxkv.prefix_index import PageChanges
 from paxkv.request import FinishReason, TokenLogprob
 from paxkv.sampling import request_key
 from paxkv.scheduler import Request
@@ -39,7 +41,7 @@ def rows_of(
 
 
 def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> None:
-    params, tokens = request.params, request.prompt + request.output
+    params, tokens = request.params, request.tokens
     rows.tokens[slot, : len(tokens)] = tokens
     rows.prompt_lens[slot] = len(request.prompt)
     rows.num_tokens[slot] = len(tokens)
@@ -60,6 +62,40 @@ def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> 
     biases = dict(params.logit_bias)
     settings.bias_ids[slot, : len(biases)] = list(biases)
     settings.bias_values[slot, : len(biases)] = list(biases.values())
+
+
+def prefixes_of(
+    admitted: Mapping[int, Request], cache: PagedCache
+) -> tuple[np.ndarray, np.ndarray]:
+    """What requests that were given slots begin with.
+
+    Returns:
+        `i32[G, B, M]`, pages of the prefix index, and `i32[B]`, how many tokens of them.
+    """
+    num_slots, max_pages = cache[0][1].block_tables.shape
+    pages = np.zeros((len(cache), num_slots, max_pages), np.int32)
+    lengths = np.zeros(num_slots, np.int32)
+    for slot, request in admitted.items():
+        nodes = [*request.path, *([request.copied] if request.copied else [])]
+        for i, node in enumerate(nodes):
+            pages[:, slot, i] = node.pages
+        lengths[slot] = request.num_stored
+    return pages, lengths
+
+
+def table_changes(changes: PageChanges, cache: PagedCache) -> tuple[np.ndarray, np.ndarray]:
+    """What the block tables are told of a prefix index: `i32[G, P]` twice, see `settle_all`."""
+    num_pages = cache[0][1].ref_counts.shape[0]
+    holds = np.zeros((len(cache), num_pages), np.int32)
+    same_as = np.tile(np.arange(num_pages, dtype=np.int32), (len(cache), 1))
+    groups = np.arange(len(cache))
+    for pages in changes.held:
+        holds[groups, pages] += 1
+    for pages in changes.dropped:
+        holds[groups, pages] -= 1
+    for pages, equal in changes.merged:
+        same_as[groups, pages] = equal
+    return holds, same_as
 
 
 def take_tokens(request: Request, news: News, slot: int) -> bool:
@@ -88,7 +124,7 @@ def take_prompt_logprobs(
     for slot, q_len in sorted(q_lens.items()):  # packed in the order of slots
         request = running[slot]
         wanted, known = request.params.prompt_logprobs, request.prompt_logprobs
-        if wanted is not None and not request.knows_prompt_logprobs:
+        if wanted is not None and request.needs_prompt_logprobs:
             # Row i of the prompt tells of token i + 1.
             for i, token in enumerate(request.prompt[len(known) : len(known) + q_len], row):
                 known.append(

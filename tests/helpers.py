@@ -112,14 +112,26 @@ def run(engine: Engine, max_steps: int | None = None) -> None:
 
 def check_engine(engine: Engine) -> None:
     """Checks the tables, and that the host's count of pages is the device's."""
-    for _, table in engine._cache:
-        check_integrity(table)
-    assert pages_held(engine) == engine._scheduler.num_pages_held
+    index = engine._scheduler.index
+    for group, (_, table) in enumerate(engine._cache):
+        check_integrity(table, held_by_index(engine, group))
+    num_taken = int(np.sum(np.asarray(engine._cache[0][1].ref_counts) > 0)) - 1
+    num_reusable = index.num_pages - index.num_used
+    assert num_taken == engine._scheduler.num_pages_used + num_reusable
+
+
+def held_by_index(engine: Engine, group: int = 0) -> np.ndarray:
+    """`i32[P]`, the pages of a layer group that the prefix index holds."""
+    held = np.zeros(engine.num_pages + 1, np.int32)
+    for node in engine._scheduler.index.nodes():
+        held[node.pages[group]] += 1
+    return held
 
 
 def pages_held(engine: Engine) -> int:
-    """Pages of the first layer group that are not free, the null page left out."""
-    return int(np.sum(np.asarray(engine._cache[0][1].ref_counts) > 0)) - 1
+    """Pages of the first layer group that requests hold, the null page left out."""
+    counts = np.asarray(engine._cache[0][1].ref_counts) - held_by_index(engine)
+    return int(np.sum(counts > 0)) - 1
 
 
 def serve(

@@ -1,5 +1,7 @@
 """A block table in dicts and lists: what the array one must do, said one page at a time."""
 
+import collections
+
 from paxkv.pallas_kernels.layout import NULL_PAGE
 
 
@@ -12,13 +14,27 @@ class Oracle:
         self.num_pages = num_pages
         self.rows: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
         self.lengths: dict[int, int] = dict.fromkeys(self.rows, 0)
+        self.holds: collections.Counter[int] = collections.Counter()  # from outside the table
 
     @property
     def free(self) -> list[int]:
-        return [p for p in range(self.num_pages) if p != NULL_PAGE and not self.owners(p)]
+        return [p for p in range(self.num_pages) if p != NULL_PAGE and not self.is_live(p)]
+
+    def is_live(self, page: int) -> bool:
+        return page != NULL_PAGE and bool(self.owners(page) or self.holds[page])
 
     def owners(self, page: int) -> list[int]:
         return [slot for slot, row in self.rows.items() if page in row]
+
+    @property
+    def unreserved(self) -> list[int]:
+        """Pages that hold tokens or are free: those that may be shared, or refused."""
+        reserved = {
+            page
+            for slot, row in self.rows.items()
+            for page in row[self._pages_of(self.lengths[slot]) :]
+        }
+        return [page for page in range(1, self.num_pages) if page not in reserved]
 
     def reserve(self, new_tokens: list[int]) -> tuple[bool, dict[int, tuple[int, int]]]:
         """The verdict, and (source, target) of the page that a slot is given to copy to."""
@@ -54,6 +70,8 @@ class Oracle:
             for other in owners
             if new_tokens[other] and self.lengths[other] // self.page_size == column
         ]
+        if self.holds[self.rows[slot][column]]:
+            return True
         return len(owners) > 1 and not (owners == writers and slot == writers[0])
 
     def fork(self, parents: list[int]) -> bool:
@@ -87,6 +105,32 @@ class Oracle:
             return False
         for slot in self.rows:
             self._shorten(slot, lengths[slot])
+        return True
+
+    def adopt(self, pages: list[list[int]], lengths: list[int]) -> bool:
+        adopted = {}
+        for slot, row in self.rows.items():
+            taken = pages[slot][: self._pages_of(lengths[slot])]
+            is_there = len(taken) * self.page_size >= lengths[slot] >= 0
+            if not is_there or not all(map(self.is_live, taken)) or (taken and row):
+                return False
+            adopted[slot] = taken
+        for slot, taken in adopted.items():
+            if taken:
+                self.rows[slot], self.lengths[slot] = list(taken), lengths[slot]
+        return True
+
+    def hold(self, change: dict[int, int]) -> bool:
+        if not all(map(self.is_live, change)):
+            return False
+        self.holds.update(change)
+        return True
+
+    def merge(self, same_as: dict[int, int]) -> bool:
+        if not all(map(self.is_live, same_as.values())):
+            return False
+        for slot, row in self.rows.items():
+            self.rows[slot] = [same_as.get(page, page) for page in row]
         return True
 
     def give_up_first_page(self, slot: int) -> None:

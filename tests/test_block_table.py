@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from helpers_oracle import Oracle
-from paxkv import block_table, reservation
+from paxkv import block_table, reservation, sharing
 from paxkv.block_table import BlockTable, init_block_table
 from paxkv.integrity import check_integrity
 from paxkv.pallas_kernels.layout import NULL_PAGE
@@ -25,6 +25,9 @@ append = jax.jit(block_table.append)
 fork = jax.jit(block_table.fork)
 release = jax.jit(block_table.release)
 truncate = jax.jit(block_table.truncate)
+adopt = jax.jit(sharing.adopt)
+hold = jax.jit(sharing.hold)
+merge = jax.jit(sharing.merge)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +86,7 @@ class TableMachine(RuleBasedStateMachine):
             # Nothing is ever written to a page that was given up: it lies before a window.
             gone = [NULL_PAGE in row for row in self.oracle.rows.values()]
             written = np.where(gone, 0, new_tokens)
-            check_integrity(table, new_tokens=written)
+            check_integrity(table, self.held(), new_tokens=written)
 
     @rule(parents=st.lists(st.integers(0, NUM_SLOTS - 1), min_size=NUM_SLOTS, max_size=NUM_SLOTS))
     def fork(self, parents: list[int]) -> None:
@@ -130,11 +133,58 @@ class TableMachine(RuleBasedStateMachine):
         self.oracle.give_up_first_page(slot)
         self.check(give_up_page(self.table, slot, column), True, True)
 
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        """Empty slots begin as another one does, with held pages, or with any at all."""
+        may_share = self.oracle.unreserved
+        known = [[page for page in row if page in may_share] for row in self.oracle.rows.values()]
+        held = [page for page in may_share if self.oracle.holds[page]]
+        anything = data.draw(st.permutations(may_share))
+        pages, lengths = [], []
+        for row in self.oracle.rows.values():
+            source = data.draw(st.sampled_from([*known, *known, held, anything]))[:MAX_PAGES]
+            room = len(source) * self.oracle.page_size
+            length = data.draw(st.one_of(st.just(0), st.just(room), st.integers(-1, room)))
+            pages.append([*source, *[NULL_PAGE] * (MAX_PAGES - len(source))])
+            lengths.append(0 if row and data.draw(st.integers(0, 7)) else length)
+        table, ok = adopt(self.table, jnp.array(pages, jnp.int32), i32(*lengths))
+        self.check(table, ok, self.oracle.adopt(pages, lengths))
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        pages = self.oracle.unreserved
+        live = [page for page in pages if self.oracle.is_live(page)]
+        held = [page for page in pages if self.oracle.holds[page]]
+        change = {}
+        if live:
+            change |= dict.fromkeys(data.draw(st.sets(st.sampled_from(live), max_size=3)), 1)
+        if held:
+            change |= dict.fromkeys(data.draw(st.sets(st.sampled_from(held), max_size=3)), -1)
+        if data.draw(st.integers(0, 7)) == 0:
+            change[data.draw(st.sampled_from(self.oracle.free or [NULL_PAGE]))] = 1
+        of_pages = np.zeros(SIZES[self.oracle.page_size], np.int32)
+        of_pages[list(change)] = list(change.values())
+        table, ok = hold(self.table, jnp.asarray(of_pages))
+        self.check(table, ok, self.oracle.hold(change))
+
+    @precondition(lambda self: len(self.oracle.unreserved) > 1)
+    @rule(data=st.data())
+    def merge(self, data: st.DataObject) -> None:
+        page, other, *_ = data.draw(st.permutations(self.oracle.unreserved))
+        if set(self.oracle.owners(page)) & set(self.oracle.owners(other)):
+            return  # a sequence never has a page's tokens twice at the same place
+        same_as = jnp.arange(SIZES[self.oracle.page_size], dtype=jnp.int32).at[page].set(other)
+        table, ok = merge(self.table, same_as)
+        self.check(table, ok, self.oracle.merge({page: other}))
+
+    def held(self) -> np.ndarray:
+        return np.array([self.oracle.holds[p] for p in range(SIZES[self.oracle.page_size])])
+
     def check(self, table: BlockTable, verdict: jax.Array | bool, expected: bool) -> None:
         assert bool(verdict) == expected
         if not expected:
             chex.assert_trees_all_equal(table, self.table)
-        check_integrity(table)
+        check_integrity(table, self.held())
         rows = [row + [NULL_PAGE] * (MAX_PAGES - len(row)) for row in self.oracle.rows.values()]
         assert table.block_tables.tolist() == rows
         assert table.num_pages.tolist() == [len(row) for row in self.oracle.rows.values()]

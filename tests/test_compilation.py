@@ -20,11 +20,13 @@ from helpers import (
 )
 from paxkv.engine import Engine
 from paxkv.models.llama import LlamaDecoder
-from paxkv.steps import decode_loop_jit, prefill_step_jit, release_step_jit
+from paxkv.slots import idle_requests
+from paxkv.steps import admit_step_jit, decode_loop_jit, prefill_step_jit, settle_step_jit
+from paxkv.transfer import NUM_STOP_IDS
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES = 4, 64, 4099  # no other array has this many rows
 POOL_ARRAY = f"f32[{NUM_PAGES},2,{PAGE_SIZE},8]"  # 16 MB; keys and values of 2 layers are 64 MB
-PROGRAMS = ("prefill", "prefill with logprobs", "decode", "release")
+PROGRAMS = ("admit", "prefill", "prefill with logprobs", "decode", "settle")
 
 
 @contextlib.contextmanager
@@ -54,11 +56,17 @@ def programs() -> dict[str, jax.stages.Compiled]:
     engine = large_engine(decoder)
     cache, slots = engine._cache, engine._slots
     q_lens, done = np.zeros(NUM_SLOTS, np.int32), np.zeros(NUM_SLOTS, bool)
+    pages = np.zeros((1, *cache[0][1].block_tables.shape), np.int32)
+    same_as = np.arange(NUM_PAGES, dtype=np.int32)[None]
+    idle = idle_requests(NUM_SLOTS, engine.max_length, NUM_STOP_IDS)
     lowered = (
+        admit_step_jit.lower(cache, slots, done, idle, pages, q_lens),
         prefill_step_jit.lower(decoder, cache, slots, q_lens, num_rows=16),
         prefill_step_jit.lower(decoder, cache, slots, q_lens, num_rows=16, num_prompt_logprobs=2),
-        decode_loop_jit.lower(decoder, cache, slots, np.int32(1), until_finish=np.bool_(False)),
-        release_step_jit.lower(cache, slots, done),
+        decode_loop_jit.lower(
+            decoder, cache, slots, np.int32(1), until_finish=np.bool_(False), keeps_pages=True
+        ),
+        settle_step_jit.lower(cache, slots, done, np.zeros_like(same_as), same_as),
     )
     return {name: program.compile() for name, program in zip(PROGRAMS, lowered, strict=True)}
 
@@ -97,13 +105,15 @@ def test_fifty_steps_keep_one_pool_alive_and_move_nothing_to_the_host(programs):
     engine = large_engine(decoder)
     for prompt in random_prompts([21, 21, 21, 21]):
         engine.add(prompt, settled(max_tokens=43))
-    engine._admit()
+    engine._admit(1)
     cache, slots = engine._cache, engine._slots
     del engine
     pool_bytes = sum(array.nbytes for array in pools_of(cache))
     assert pool_bytes > 64_000_000
     q_lens, one, no = jax.device_put((np.full(4, 2, np.int32), np.int32(1), np.bool_(False)))
-    done, most = jax.device_put(np.ones(4, bool)), 0
+    same_as = np.arange(NUM_PAGES, dtype=np.int32)[None]
+    end = jax.device_put((np.ones(4, bool), np.zeros_like(same_as), same_as))
+    most = 0
     for step in range(50):
         old_pools, old_slots = pools_of(cache), jax.tree.leaves(slots)
         with jax.transfer_guard("disallow"):
@@ -115,7 +125,7 @@ def test_fifty_steps_keep_one_pool_alive_and_move_nothing_to_the_host(programs):
                 )
                 fits = burst.fits
             else:
-                cache, slots, fits = programs["release"](cache, slots, done)
+                cache, slots, fits = programs["settle"](cache, slots, *end)
         assert fits
         assert all(array.is_deleted() for array in old_pools)
         assert step < 10 or all(array.is_deleted() for array in old_slots)
@@ -128,7 +138,7 @@ def test_slots_that_are_admitted_take_the_place_of_the_old():
     engine = make_engine(tiny_decoder())
     engine.add([1, 2], settled())
     old = jax.tree.leaves(engine._slots)
-    engine._admit()
+    engine._admit(1)
     assert all(array.is_deleted() for array in old)
 
 
@@ -151,8 +161,12 @@ def warm() -> tuple[Engine, list[str]]:
     return engine, names
 
 
-def serve_counter(engine: Engine, lengths: Iterable[int]) -> None:
-    requests = [engine.add([1] * int(length), settled(max_tokens=6)) for length in lengths]
+def serve_counter(engine: Engine, lengths: Iterable[int], are_alike: bool = False) -> None:
+    requests = []
+    for number, length in enumerate(map(int, lengths)):
+        first = [1, 1] if are_alike or length < 3 else divmod(number, VOCAB)
+        prompt = [*first, *[1] * length][:length]
+        requests.append(engine.add(prompt, settled(max_tokens=6)))
     while engine.has_work:
         engine.step()
     assert all(request.output == [2, 3, 4, 5, 6, 7] for request in requests)
@@ -160,7 +174,7 @@ def serve_counter(engine: Engine, lengths: Iterable[int]) -> None:
 
 def test_two_hundred_requests_compile_twelve_programs_at_most(warm):
     _, names = warm
-    others = ["jit(admit)", "jit(decode_loop)", "jit(release_step)"]
+    others = ["jit(admit_step)", "jit(decode_loop)", "jit(settle_step)"]
     assert sorted(names) == sorted([*others, *["jit(prefill_step)"] * NUM_BUCKETS])
     assert len(names) <= 12
 
@@ -169,7 +183,7 @@ def test_nothing_is_compiled_once_the_engine_is_warm(warm):
     engine, _ = warm
     with counted_compilations() as names:
         for length in range(1, 318):
-            serve_counter(engine, [length] * (1 + length % 5))
+            serve_counter(engine, [length] * (1 + length % 5), are_alike=length % 2 > 0)
     assert names == []
 
 

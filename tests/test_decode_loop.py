@@ -23,7 +23,7 @@ from paxkv.integrity import check_integrity
 from paxkv.logits_processors import chain, default_processors
 from paxkv.sampling import same_sampling
 from paxkv.slots import Finish
-from paxkv.steps import prefill_step_jit, release_step_jit
+from paxkv.steps import prefill_step_jit, settle_step_jit
 from test_logits_processors import forbid_repeats
 
 
@@ -70,7 +70,8 @@ def test_loop_leaves_when_the_pool_is_full_and_goes_on_after_a_release():
     assert (burst.num_steps, burst.fits) == (0, False)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((cache, slots)), before)
 
-    cache, slots, ok = release_step_jit(cache, slots, np.array([False, True, False]))
+    done, pages = np.array([False, True, False]), np.arange(NUM_PAGES, dtype=np.int32)[None]
+    cache, slots, ok = settle_step_jit(cache, slots, done, np.zeros_like(pages), pages)
     assert ok
     cache, slots, burst = decode(COUNTER, cache, slots)
     assert burst.fits

@@ -11,6 +11,7 @@ import pytest
     [
         ("paxkv", "jax"),
         ("paxkv.pallas_kernels", "flax"),
+        ("paxkv.prefix_index", "jax"),
         ("paxkv.request", "jax"),
         ("paxkv.scheduler", "jax"),
         ("paxkv.stop_strings", "jax"),

@@ -17,6 +17,7 @@ CORE_TESTS = [
     "tests/test_logits_processors.py",
     "tests/test_page_pool.py",
     "tests/test_sampling.py",
+    "tests/test_sharing.py",
     "tests/test_steps.py",
 ]
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paxkv.prefix_index import Node
 from paxkv.request import SamplingParams
 from paxkv.scheduler import Request, Scheduler, bucket
 
@@ -22,9 +23,9 @@ def make_request(number: int, prompt_len: int, max_tokens: int = 4) -> Request:
     )
 
 
-def make_scheduler(*prompt_lens: int, **sizes: int) -> Scheduler:
+def make_scheduler(*prompt_lens: int, shares_prefixes: bool = True, **sizes: int) -> Scheduler:
     sizes = {"num_slots": 2, "num_pages": 10, "page_size": 4, "max_prefill_tokens": 64} | sizes
-    scheduler = Scheduler(**sizes)
+    scheduler = Scheduler(**sizes, shares_prefixes=shares_prefixes)
     scheduler.waiting.extend(make_request(i, length) for i, length in enumerate(prompt_lens))
     return scheduler
 
@@ -76,7 +77,11 @@ def test_every_batch_of_every_length_is_stored_in_the_same_few_shapes():
     for prompt_len in range(1, 318):
         for batch in range(1, 6):
             scheduler = make_scheduler(
-                *[prompt_len] * batch, num_slots=5, num_pages=1000, max_prefill_tokens=512
+                *[prompt_len] * batch,
+                num_slots=5,
+                num_pages=1000,
+                max_prefill_tokens=512,
+                shares_prefixes=False,
             )
             scheduler.admit()
             plans = prefill(scheduler)
@@ -152,9 +157,76 @@ def test_newest_request_is_sent_back_to_the_front_and_keeps_its_output():
 def test_pages_held_follow_from_the_tokens_stored():
     scheduler = make_scheduler(6, 4)
     scheduler.admit()
-    assert scheduler.num_pages_held == 0
+    assert scheduler.num_pages_used == 0
     prefill(scheduler)
-    assert scheduler.num_pages_held == 2 + 1  # 5 and 3 tokens in pages of 4
+    assert scheduler.num_pages_used == 2 + 1  # 5 and 3 tokens in pages of 4
+
+
+def store(scheduler: Scheduler, tokens: list[int], first_page: int = 1) -> None:
+    """Has the index know a sequence's full pages."""
+    path: list[Node] = []
+    for i in range(len(tokens) // 4):
+        scheduler.index.extend(path, tuple(tokens[4 * i : 4 * i + 4]), (first_page + i,))
+    scheduler.index.release(path)
+
+
+def test_request_begins_after_the_tokens_that_are_known():
+    scheduler = make_scheduler(20)
+    store(scheduler, [0] * 12)
+    [request] = scheduler.admit().values()
+    assert (len(request.path), request.num_stored, request.copied) == (3, 12, None)
+    assert scheduler.next_prefill() == ({0: 7}, 16)
+    assert scheduler.num_pages_used == 3
+
+
+def test_page_that_only_begins_alike_is_kept_until_it_is_copied():
+    scheduler = make_scheduler(20)
+    store(scheduler, [0] * 6 + [1, 1])
+    [request] = scheduler.admit().values()
+    assert request.num_stored == 6 and request.copied
+    assert scheduler.index.num_used == 2
+    scheduler.note_copied([request])
+    assert request.copied is None and scheduler.index.num_used == 1
+
+
+def test_pages_that_are_known_are_not_counted_again():
+    scheduler = make_scheduler(16, 16, num_pages=7)  # 4 pages each, 3 of them shared, 1 more each
+    store(scheduler, [0] * 12)
+    assert len(scheduler.admit()) == 2
+    scheduler = make_scheduler(16, 16, num_pages=6)
+    store(scheduler, [0] * 12)
+    assert len(scheduler.admit()) == 1
+
+
+def test_page_is_copied_only_where_there_is_one_for_the_copy_too():
+    for num_pages, num_stored in ((6, 14), (5, 12)):  # of 15; 5 pages, 3 of them shared
+        scheduler = make_scheduler(16, num_pages=num_pages)
+        store(scheduler, [0] * 14 + [1, 1])
+        [request] = scheduler.admit().values()
+        assert request.num_stored == num_stored
+
+
+def test_pages_nobody_uses_make_room_for_what_the_next_steps_take():
+    scheduler = make_scheduler(5)
+    store(scheduler, [1] * 40)
+    scheduler.admit()
+    scheduler.make_room(num_steps=2)  # 6 tokens
+    assert scheduler.index.num_pages == 8
+    scheduler.make_room(num_steps=100)  # 8 tokens of the 9 that it may have are stored
+    assert scheduler.index.num_pages == 8
+    assert not scheduler.is_short
+
+
+def test_requests_that_share_much_wait_for_the_first_to_store_it():
+    scheduler = make_scheduler(200, 200, 10, num_slots=4, num_pages=1000)
+    assert [r.id for r in scheduler.admit().values()] == [0]
+    assert scheduler.is_waiting_for_pages
+    store(scheduler, [0] * 199)
+    assert [r.id for r in scheduler.admit().values()] == [1, 2]
+    assert not scheduler.is_waiting_for_pages
+    for length, shares_prefixes in ((200, False), (100, True)):
+        scheduler = make_scheduler(length, length, num_pages=1000, shares_prefixes=shares_prefixes)
+        assert len(scheduler.admit()) == 2
 
 
 @dataclasses.dataclass
@@ -170,7 +242,7 @@ class Clock:
         assert in_turn == sorted(in_turn), "the oldest must be the last to be sent back"
         assert all(r.id > max(in_turn) for r in self.scheduler.waiting)
         prefill(self.scheduler)
-        assert self.scheduler.num_pages_held <= self.scheduler.num_pages
+        assert self.scheduler.num_pages_used <= self.scheduler.num_pages
         running = self.scheduler.running
         wanted = sum(-(-r.num_tokens // self.scheduler.page_size) for r in running.values())
         if wanted > self.scheduler.num_pages:
