@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,8 +87,22 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """Has a method of the engine wait until no other thread is in one, and Ctrl-C until its end."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        engine: Any = args[0]
+        with engine.lock, _uninterrupted():
+            return method(*args, **kwargs)
+
+    return run
+
+
 class Engine:
     """Continuous batching over a paged cache.
+
+    Several threads may use one engine: its methods take turns.
 
         engine = Engine(decoder, num_slots=8, max_length=256, num_pages=129)
         request = engine.add([1, 2, 3], SamplingParams(max_tokens=16).with_defaults(defaults))
@@ -133,12 +149,25 @@ class Engine:
     ) -> None:
         if max_prefill_tokens < 16 or max_prefill_tokens & (max_prefill_tokens - 1):
             raise ValueError(f"{max_prefill_tokens=} must be a power of two, 16 or more")
+        num_slots, max_length, num_pages, page_size, max_burst, seed = (
+            _whole(name, number)
+            for name, number in {
+                "num_slots": num_slots, "max_length": max_length, "num_pages": num_pages,
+                "page_size": page_size, "max_burst": max_burst, "seed": seed,
+            }.items()
+        )  # fmt: skip
+        if page_size < 1 or num_pages < 2:
+            raise ValueError(
+                f"{page_size=} must be at least 1 token, and {num_pages=} at least 2: the null "
+                "page serves nobody"
+            )
         if max_burst < 1:
             raise ValueError(f"{max_burst=} must be at least 1 decode step")
         if max_length < 2:
             raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
         if not 0 <= max_pinned_share <= 1:
             raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
+        self.lock = threading.RLock()
         self.decoder = decoder
         self.max_burst = max_burst
         self.stats = EngineStats()
@@ -190,6 +219,7 @@ class Engine:
         """Tokens per page."""
         return self._scheduler.page_size
 
+    @_alone
     def add(
         self,
         prompt: Sequence[int],
@@ -226,7 +256,7 @@ class Engine:
         self._scheduler.waiting.append(request)
         return request
 
-    @_uninterrupted()
+    @_alone
     def step(self, max_steps: int | None = None) -> list[Request]:
         """Admits what fits, stores their prompts, and decodes for a burst.
 
@@ -255,7 +285,7 @@ class Engine:
             take_prompt_logprobs(self._scheduler.running, q_lens, logprobs)
         return self._take_news(burst, tables)
 
-    @_uninterrupted()
+    @_alone
     def abort(self, request: Request, reason: FinishReason = "stop") -> None:
         """Ends a request now. One that has ended already is left as it is."""
         if request.finish_reason is not None:
@@ -304,12 +334,13 @@ class Engine:
         """
         self._scheduler.index.unpin(tokens, prefix_key)
 
-    @_uninterrupted()
+    @_alone
     def clear_prefixes(self) -> None:
         """Forgets what no running request uses, pinned prefixes too."""
         self._scheduler.index.clear()
         self._settle()
 
+    @_alone
     def set_decoder(self, decoder: Decoder) -> None:
         """Goes on with other weights. Nothing is compiled again if shapes and dtypes are equal.
 
@@ -317,22 +348,16 @@ class Engine:
 
         Raises:
             ValueError: The new decoder has other shapes or dtypes.
-            RuntimeError: Requests are running, whose keys and values are the old weights'.
+            RuntimeError: Requests have begun, whose keys and values are the old weights'.
         """
-        if self._scheduler.running:
+        waiting = [request for request in self._scheduler.waiting if request.output]
+        if begun := len(self._scheduler.running) + len(waiting):
             raise RuntimeError(
-                f"{len(self._scheduler.running)} requests are running on the old weights: "
-                "finish or abort them first"
+                f"{begun} requests are running on the old weights: finish or abort them first"
             )
-        old, new = jax.eval_shape(lambda: self.decoder), jax.eval_shape(lambda: decoder)
-        if jax.tree.structure(old) != jax.tree.structure(new) or jax.tree.leaves(
-            old
-        ) != jax.tree.leaves(new):
-            raise ValueError(
-                "the new weights differ from the old ones in structure, shape or dtype"
-            )
+        _check_same_shapes(self.decoder, decoder)
         self.clear_prefixes()
-        self.decoder = decoder
+        self.decoder = jax.device_put(decoder)  # once, not at every step
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, stops: tuple[int, ...]) -> None:
         vocab_size = self.decoder.vocab_size
@@ -470,3 +495,24 @@ class Engine:
                 self.step()
         finally:
             self.abort(request)
+
+
+def _whole(name: str, number: object) -> int:
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name}={number!r} must be a whole number") from None
+
+
+def _check_same_shapes(old: Decoder, new: Decoder) -> None:
+    """Raises a ValueError that names the first weight of another shape or dtype."""
+    old_leaves, old_tree = jax.tree.flatten_with_path(jax.eval_shape(lambda: old))
+    new_leaves, new_tree = jax.tree.flatten_with_path(jax.eval_shape(lambda: new))
+    if old_tree != new_tree:
+        raise ValueError("the new weights differ from the old ones in structure")
+    for (path, was), (_, found) in zip(old_leaves, new_leaves, strict=True):
+        if (was.shape, was.dtype) != (found.shape, found.dtype):
+            raise ValueError(
+                f"the new weights differ from the old ones: {jax.tree_util.keystr(path)} is "
+                f"{found.dtype}{list(found.shape)} and was {was.dtype}{list(was.shape)}"
+            )

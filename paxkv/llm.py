@@ -126,8 +126,9 @@ class LLM:
             decoder = model
         self.tokenizer = tokenizer
         max_length = longest if max_length is None else max_length
-        if page_size < 1:
-            raise ValueError(f"{page_size=} must be at least 1 token")
+        for name, size in {"max_slots": max_slots, "page_size": page_size}.items():
+            if not isinstance(size, numbers.Integral) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number, at least 1")
         num_pages = _num_pages(
             decoder, dtype, page_size, kv_memory, memory_share,
             needed=1 + max_slots * pages_of(max_length, page_size),
@@ -258,6 +259,11 @@ class LLM:
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
         tokens = self._tokens_of(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"stop={params.stop!r} is looked for in text, and there is no tokenizer: stop at "
+                "stop_token_ids, or give LLM a tokenizer"
+            )
         eos = () if params.ignore_eos else self.generation.eos_token_ids
         return self.engine.add(tokens, params.with_defaults(self.generation), eos)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -91,3 +92,11 @@ def test_two_streams_may_be_read_in_turn():
     pairs = zip(llm.stream("A", params), llm.stream("B", params), strict=False)
     texts = ["".join(piece.text for piece in pieces) for pieces in zip(*pairs, strict=True)]
     assert texts == ["abcdefgh"] * 2 and pages_held(llm.engine) == 0
+
+
+def test_threads_may_share_an_llm():
+    llm, prompts = make_llm(), random_prompts([3, 9, 5])
+    right = llm.generate(prompts, GREEDY)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: llm.generate(prompts, GREEDY), range(4)))
+    assert found == [right] * 4
