@@ -156,15 +156,15 @@ class Engine:
                 "page_size": page_size, "max_burst": max_burst, "seed": seed,
             }.items()
         )  # fmt: skip
+        if max_burst < 1:
+            raise ValueError(f"{max_burst=} must be at least 1 decode step")
+        if max_length < 2:
+            raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
         if page_size < 1 or num_pages < 2:
             raise ValueError(
                 f"{page_size=} must be at least 1 token, and {num_pages=} at least 2: the null "
                 "page serves nobody"
             )
-        if max_burst < 1:
-            raise ValueError(f"{max_burst=} must be at least 1 decode step")
-        if max_length < 2:
-            raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
         if not 0 <= max_pinned_share <= 1:
             raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
         self.lock = threading.RLock()

@@ -126,9 +126,11 @@ class LLM:
             decoder = model
         self.tokenizer = tokenizer
         max_length = longest if max_length is None else max_length
-        for name, size in {"max_slots": max_slots, "page_size": page_size}.items():
-            if not isinstance(size, numbers.Integral) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number, at least 1")
+        sizes = {"max_slots": max_slots, "page_size": page_size, "max_length": max_length}
+        for name, size in sizes.items():
+            least = 2 if name == "max_length" else 1
+            if not isinstance(size, numbers.Integral) or size < least:
+                raise ValueError(f"{name}={size!r} must be a whole number, at least {least}")
         num_pages = _num_pages(
             decoder, dtype, page_size, kv_memory, memory_share,
             needed=1 + max_slots * pages_of(max_length, page_size),

@@ -51,9 +51,12 @@ def test_a_request_may_be_as_long_as_the_pool_and_no_longer():
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"max_length": 0}, "max_length=0 must be at least 2"),
-        ({"max_length": 1}, "max_length=1 must be at least 2"),
-        ({"max_slots": 0}, "num_slots=0"),
+        ({"max_length": 0}, "max_length=0 must be a whole number, at least 2"),
+        ({"max_length": 1}, "max_length=1 must be a whole number, at least 2"),
+        ({"max_slots": 0}, "max_slots=0 must be a whole number, at least 1"),
+        ({"max_slots": 1.5}, "max_slots=1.5 must be a whole number"),
+        ({"max_length": 10.5}, "max_length=10.5 must be a whole number"),
+        ({"seed": None}, "seed=None must be a whole number"),
         ({"page_size": 0}, "page_size=0"),
         ({"max_prefill_tokens": 100}, "max_prefill_tokens=100 must be a power of two"),
     ],
