@@ -129,7 +129,6 @@ class Scheduler:
         self.is_waiting_for_pages = False  # for tokens that another request is about to store
 
     @property
-    @property
     def num_pages_used(self) -> int:
         """Pages of requests that run and of pinned prefixes, shared ones counted once."""
         running = self.running.values()

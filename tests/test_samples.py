@@ -181,17 +181,21 @@ def test_leaving_the_loop_early_frees_all_samples():
 # What is stored.
 
 
-@pytest.mark.parametrize(("length", "full"), [(21, 5), (20, 4), (19, 4), (1, 0)])
-def test_prompt_is_stored_once(length, full):
-    engine, [prompt] = make_engine(HISTORY), random_prompts([length])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("length", [21, 20, 19, 1])
+def test_prompt_is_stored_once(length, prefix_caching):
+    engine = make_engine(HISTORY, prefix_caching=prefix_caching)
+    [prompt] = random_prompts([length])
     samples = engine.add_samples(prompt, settled(n=4, temperature=1.0, seed=7, max_tokens=6))
     engine.step(1)
     assert engine.stats.prefill_tokens == length - 1
-    # Each has a page of its own, where its first token is, and what the prompt left half full.
-    assert pages_held(engine) == full + 4
+    # Each has a page of its own, where the prompt's last token is; full ones of all are merged.
+    full = (length - 1) // 4
+    own = 1 if prefix_caching and length % 4 == 0 else 4
+    assert pages_held(engine) == full + own
     check_engine(engine)
-    assert engine.stats.peak_pages == full + 4
-    assert engine.stats.peak_tokens == 4 * full + 4 * (length - 4 * full)
+    assert engine.stats.peak_pages == full + own
+    assert engine.stats.peak_tokens == 4 * full + own * (length - 4 * full)
     run(engine)
     for sample in samples:
         assert (sample.output, sample.finish_reason) == alone(tuple(prompt), sample.params)
