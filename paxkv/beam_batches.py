@@ -114,7 +114,7 @@ def _search(
     try:
         fits = _store_prompts(engine, requests, params.width)
         beams = _start(engine, requests, params)
-        while fits and np.any(beams.is_running):
+        while fits and np.any(np.asarray(beams.is_running)):
             beams, fits = _advance(engine, beams)
     finally:
         everything = np.ones(engine.num_slots, bool)
@@ -150,7 +150,12 @@ def _prefill(engine: Engine, rows: Requests, planned: dict[int, int], num_rows: 
     q_lens = np.array([planned.get(slot, 0) for slot in range(engine.num_slots)], np.int32)
     fits, _ = engine.on_cache(
         lambda decoder, cache, slots: prefill_step_jit(
-            decoder, cache, dataclasses.replace(slots, requests=rows), q_lens, num_rows=num_rows
+            decoder,
+            cache,
+            dataclasses.replace(slots, requests=rows),
+            q_lens,
+            num_rows=num_rows,
+            num_prompt_logprobs=None,  # said, as the engine does: it is part of what is compiled
         )
     )
     return bool(fits)
