@@ -1,11 +1,10 @@
-"""What transformers' beam search finds with a tiny random Llama and with SmolLM2-135M-Instruct.
+"""What transformers' beam search finds with a tiny random Llama.
 
 Writes tests/data/beam_search.json:
 
-    $PAXKV_REFERENCE_PYTHON tests/reference/make_beam_cases.py [--smollm2 FOLDER]
+    $PAXKV_REFERENCE_PYTHON tests/reference/make_beam_cases.py
 
-FOLDER is what `export_smollm2.py` wrote; without it that model's cases are left as they are. Each
-case has the prompt, the settings, and for each answer the new tokens and the score.
+Each case has the prompt, the settings, and for each answer the new tokens and the score.
 """
 
 import argparse
@@ -19,25 +18,15 @@ from make_llama_cases import CASES, DATA, make_tokens, make_weights
 
 TINY = "biases_everywhere"
 TINY_EOS = (1, 17)
-SMOLLM2_PROMPTS = (0, 3, 4, 11, 13)  # of those whose greedy tokens are stored
 
 
 def main() -> None:
     """Reads the command line and writes the file."""
     parser = argparse.ArgumentParser(description="Expected answers of beam search")
-    parser.add_argument("--smollm2", type=Path, metavar="FOLDER")
     parser.add_argument("--data", type=Path, metavar="FOLDER", default=DATA)
     args = parser.parse_args()
-    path = args.data / "beam_search.json"
-    cases = json.loads(path.read_text()) if path.exists() else {}
-    cases[TINY] = _tiny_cases()
-    if args.smollm2:
-        cases["smollm2"] = _smollm2_cases(args.smollm2)
-    parts = (
-        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, its)) + "\n]"
-        for name, its in cases.items()
-    )
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    lines = ",\n".join(map(json.dumps, _tiny_cases()))
+    (args.data / "beam_search.json").write_text(f'{{"{TINY}": [\n{lines}\n]}}\n')
 
 
 def _tiny_cases() -> list[dict[str, Any]]:
@@ -56,18 +45,6 @@ def _tiny_cases() -> list[dict[str, Any]]:
             )
             for i, (width, length_penalty, early_stopping) in enumerate(choices)
         ]  # fmt: skip
-
-
-def _smollm2_cases(folder: Path) -> list[dict[str, Any]]:
-    model = _load(str(folder))
-    greedy = json.loads((DATA / "smollm2_greedy.json").read_text())
-    return [
-        _case(
-            model, greedy[i]["prompt_ids"], width=4, length_penalty=1.0, early_stopping=False,
-            eos_ids=(2,), max_tokens=24,
-        )
-        for i in SMOLLM2_PROMPTS
-    ]  # fmt: skip
 
 
 def _load(folder: str) -> Any:
