@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paxkv.beam_steps import beam_search
+    from paxkv.beams import Hypotheses
     from paxkv.block_table import BlockTable, append, fork, init_block_table, release, truncate
     from paxkv.cache import (
         PagedCache,
@@ -52,6 +54,7 @@ __all__ = [
     "Decoder",
     "Engine",
     "Finish",
+    "Hypotheses",
     "LayerGroup",
     "LogitsProcessor",
     "PagePool",
@@ -68,6 +71,7 @@ __all__ = [
     "adopt_all",
     "append",
     "append_all",
+    "beam_search",
     "chain",
     "check_integrity",
     "copy_pages",
@@ -101,6 +105,8 @@ __all__ = [
 # Where each name lives. Names are imported when they are first used, so that who wants only the
 # attention (`paxkv.pallas_kernels`) does not import flax.
 _HOMES = {
+    "beam_steps": "beam_search",
+    "beams": "Hypotheses",
     "block_table": "BlockTable append fork init_block_table release truncate",
     "cache": "PagedCache adopt_all append_all fork_all init_cache release_all reserve_all "
     "settle_all truncate_all",

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import MofNCompleteColumn
@@ -104,6 +104,7 @@ def generate(
         list[str] | None, typer.Option(help="End before this text. May be given several times.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -123,7 +124,8 @@ def generate(
 ) -> None:
     """Answer a prompt, or each line of a file.
 
-    One prompt is streamed; many are served together, with a progress bar.
+    One prompt is streamed; many, or several samples, are served together,
+    with a progress bar.
     Ctrl-C keeps what is done. The text goes to standard output, everything
     else to standard error. The exit status is 1 if a prompt could not be
     served, the others being there.
@@ -143,17 +145,17 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty, min_tokens=min_tokens, ignore_eos=ignore_eos,
-            stop=stop or (), seed=seed, logprobs=logprobs,
+            stop=stop or (), seed=seed, n=n, logprobs=logprobs,
         )  # fmt: skip
         llm = load_llm(
             model, dtype=dtype, kv_memory=kv_memory, memory_share=memory_share,
             page_size=page_size, max_length=max_length,
-            max_slots=min(max_slots, len(prompts)),
+            max_slots=min(max_slots, len(prompts) * n),
         )  # fmt: skip
         if chat or (chat is None and llm.tokenizer and llm.tokenizer.chat_template):
             prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
         try:
-            if len(prompts) == 1:
+            if len(prompts) == n == 1:
                 all_served = _stream(llm, prompts[0], params, as_json=as_json)
             else:
                 all_served = _many(llm, prompts, params, as_json=as_json)
@@ -235,8 +237,13 @@ def _many(llm: "paxkv.LLM", prompts, params: SamplingParams, *, as_json: bool) -
 
 
 def _print_one(index: int, completion: Completion, *, as_json: bool) -> None:
-    text = _as_json(index, completion) if as_json else f"[{index + 1}] {completion.text}"
-    print(text, flush=True)
+    if as_json:
+        print(_as_json(index, completion), flush=True)
+    elif len(completion.samples) <= 1:
+        print(f"[{index + 1}] {completion.text}", flush=True)
+    else:
+        for number, sample in enumerate(completion.samples, 1):
+            print(f"[{index + 1}.{number}] {sample.text}", flush=True)
     _tell_error(index, completion)
 
 
@@ -248,8 +255,15 @@ def _tell_error(index: int, completion: Completion) -> None:
 
 
 def _as_json(index: int, completion: Completion) -> str:
-    fields = {"index": index, **dataclasses.asdict(completion)}
+    fields = {"index": index, **_fields(completion)}
+    if len(completion.samples) > 1:
+        fields["samples"] = [_fields(sample) for sample in completion.samples]
     return json.dumps(finite(fields), ensure_ascii=False, allow_nan=False)
+
+
+def _fields(completion: Completion) -> dict[str, Any]:
+    alone = dataclasses.replace(completion, samples=[])
+    return {k: v for k, v in dataclasses.asdict(alone).items() if k not in ("samples", "score")}
 
 
 if __name__ == "__main__":

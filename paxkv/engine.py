@@ -7,7 +7,7 @@ import operator
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paxkv.cache import init_cache
+from paxkv.cache import PagedCache, init_cache
 from paxkv.config import page_bytes, pages_of
 from paxkv.decoder import Decoder
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.models.generation import GenerationConfig
 from paxkv.prefix_index import NO_KEY, PrefixKey
 from paxkv.request import MAX_LOGPROBS, FinishReason, SamplingParams
-from paxkv.scheduler import Request, Scheduler
-from paxkv.slots import DEFAULT_PROCESSOR, idle_requests, init_slots
+from paxkv.samples import sample_params
+from paxkv.scheduler import Request, Scheduler, forks
+from paxkv.slots import DEFAULT_PROCESSOR, Slots, idle_requests, init_slots
 from paxkv.steps import (
     Burst,
     PromptLogprobs,
     admit_step_jit,
     decode_loop_jit,
+    fork_all_jit,
     prefill_step_jit,
     settle_step_jit,
 )
@@ -169,6 +171,7 @@ class Engine:
             raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
         self.lock = threading.RLock()
         self.decoder = decoder
+        self.max_prefill_tokens = max_prefill_tokens
         self.max_burst = max_burst
         self.stats = EngineStats()
         self.page_bytes = page_bytes(decoder.layer_groups, page_size=page_size, dtype=dtype)
@@ -210,6 +213,11 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     @property
+    def num_slots(self) -> int:
+        """Requests that run at once."""
+        return self._scheduler.num_slots
+
+    @property
     def num_pages(self) -> int:
         """Pages that can be handed out."""
         return self._scheduler.num_pages
@@ -242,6 +250,47 @@ class Engine:
         Raises:
             ValueError: It can never be served; the message says why and what would help.
         """
+        request = self.make_request(prompt, params, stop_token_ids, prefix_key=prefix_key)
+        self.queue(request)
+        return request
+
+    @_alone
+    def add_samples(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        prefix_key: PrefixKey = NO_KEY,
+    ) -> list[Request]:
+        """Queues the `n` samples of a prompt (`best_of`, if given), each a request of its own.
+
+        The prompt is stored once for all that find a slot at the same time. Arguments and errors
+        are those of `add`.
+        """
+        samples = [
+            self.make_request(prompt, its, stop_token_ids, prefix_key=prefix_key)
+            for its in sample_params(params)
+        ]
+        for sample in samples:
+            sample.family = samples[0].id
+            self.queue(sample)
+        return samples
+
+    def make_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        prefix_key: PrefixKey = NO_KEY,
+    ) -> Request:
+        """Like `add`, but leaves it to `queue`."""
+        if params.num_samples > 1:
+            raise ValueError(
+                f"n={params.n} and best_of={params.best_of} are {params.num_samples} requests: "
+                "use add_samples"
+            )
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *stop_token_ids)))
         self._check(prompt, params, stops)
         request = Request(
@@ -253,8 +302,12 @@ class Engine:
             prefix_key=prefix_key,
         )
         self._num_added += 1
-        self._scheduler.waiting.append(request)
         return request
+
+    @_alone
+    def queue(self, request: Request) -> None:
+        """Has a request of `make_request` wait for its turn."""
+        self._scheduler.waiting.append(request)
 
     @_alone
     def step(self, max_steps: int | None = None) -> list[Request]:
@@ -267,11 +320,12 @@ class Engine:
             The requests that have new tokens or have ended.
         """
         num_steps = self.max_burst if max_steps is None else min(max_steps, self.max_burst)
-        self._admit(num_steps)
+        admitted = self._admit(num_steps)
         if self._scheduler.is_waiting_for_pages:
             num_steps = min(num_steps, 1)
         begin = time.perf_counter()
         prompt_logprobs = self._prefill()
+        self._share_prompts(forks(admitted))
         middle = time.perf_counter()
         self._cache, self._slots, burst = decode_loop_jit(
             self.decoder, self._cache, self._slots, np.int32(num_steps),
@@ -341,6 +395,39 @@ class Engine:
         self._settle()
 
     @_alone
+    def free_pages(self, wanted: int) -> int:
+        """Forgets prefixes until so many pages are free, for `on_cache`; returns how many are.
+
+        Raises:
+            RuntimeError: Requests are running.
+        """
+        self._refuse_while_begun("the cache that a search needs")
+        num_free = self._scheduler.free_pages(wanted)
+        self._settle()
+        return num_free
+
+    @_alone
+    def on_cache(
+        self,
+        program: Callable[[Decoder, PagedCache, Slots], tuple[PagedCache, *tuple[Any, ...]]],
+    ) -> list[Any]:
+        """Runs a program of another kind on the cache, such as a part of a beam search.
+
+        Args:
+            program: Takes the decoder, the cache, and slots to build its own from; returns the
+                cache and results. In the end it must have given back the pages that it took.
+
+        Returns:
+            The results.
+
+        Raises:
+            RuntimeError: Requests are running.
+        """
+        self._refuse_while_begun("the cache that a search needs")
+        self._cache, *results = program(self.decoder, self._cache, self._slots)
+        return results
+
+    @_alone
     def set_decoder(self, decoder: Decoder) -> None:
         """Goes on with other weights. Nothing is compiled again if shapes and dtypes are equal.
 
@@ -350,14 +437,17 @@ class Engine:
             ValueError: The new decoder has other shapes or dtypes.
             RuntimeError: Requests have begun, whose keys and values are the old weights'.
         """
-        waiting = [request for request in self._scheduler.waiting if request.output]
-        if begun := len(self._scheduler.running) + len(waiting):
-            raise RuntimeError(
-                f"{begun} requests are running on the old weights: finish or abort them first"
-            )
+        self._refuse_while_begun("the old weights")
         _check_same_shapes(self.decoder, decoder)
         self.clear_prefixes()
         self.decoder = jax.device_put(decoder)  # once, not at every step
+
+    def _refuse_while_begun(self, on_what: str) -> None:
+        waiting = [request for request in self._scheduler.waiting if request.output]
+        if begun := len(self._scheduler.running) + len(waiting):
+            raise RuntimeError(
+                f"{begun} requests are running on {on_what}: finish or abort them first"
+            )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, stops: tuple[int, ...]) -> None:
         vocab_size = self.decoder.vocab_size
@@ -389,7 +479,7 @@ class Engine:
         if len(stops) > NUM_STOP_IDS:
             raise ValueError(f"{len(stops)} stop tokens; a request may have {NUM_STOP_IDS}")
 
-    def _admit(self, num_steps: int) -> None:
+    def _admit(self, num_steps: int) -> dict[int, Request]:
         """Sends back whom the pool has no pages for, and lets in whom it has."""
         scheduler, sent_back = self._scheduler, []
         while scheduler.is_short:
@@ -399,11 +489,13 @@ class Engine:
         scheduler.make_room(num_steps)
         self._settle(sent_back)
         if not admitted:
-            return
+            return admitted
         is_new, requests = rows_of(
             admitted, scheduler.num_slots, self.max_length, engine_seed=self._seed
         )
-        pages, lengths = prefixes_of(admitted, self._cache)
+        forked = forks(admitted)
+        storing = {slot: request for slot, request in admitted.items() if slot not in forked}
+        pages, lengths = prefixes_of(storing, self._cache)
         self._cache, self._slots, ok = admit_step_jit(
             self._cache, self._slots, is_new, requests, pages, lengths, processor=self._processor
         )
@@ -411,6 +503,7 @@ class Engine:
         self.stats.prefix_tokens_hit += int(lengths.sum())
         self.stats.prefix_tokens_copied += int((lengths % self.page_size).sum())
         scheduler.note_copied(admitted.values())
+        return admitted
 
     def _prefill(self) -> list[tuple[dict[int, int], PromptLogprobs]]:
         """Stores the prompts of what was admitted; returns device arrays not yet fetched."""
@@ -451,6 +544,14 @@ class Engine:
                 "tables are not what the scheduler takes them for, which is a fault of paxkv"
             )
         return burst, prompt_logprobs, tables
+
+    def _share_prompts(self, parents: Mapping[int, int]) -> None:
+        """Has slots begin with the stored prompt of their parent's."""
+        if parents:
+            slots = range(self._scheduler.num_slots)
+            rows = np.array([parents.get(slot, slot) for slot in slots], np.int32)
+            self._cache, ok = fork_all_jit(self._cache, rows)
+            self._verdicts.append(ok)
 
     def _take_news(self, burst: Burst, tables: list[np.ndarray]) -> list[Request]:
         changed, scheduler = [], self._scheduler

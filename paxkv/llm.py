@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from paxkv.beam_batches import BeamParams, Found, search_beams
+from paxkv.beams import EarlyStopping
 from paxkv.compilation_cache import use_compilation_cache
 from paxkv.config import num_pages_for, pages_of
 from paxkv.decoder import Decoder
@@ -24,8 +26,9 @@ from paxkv.models.generation import GenerationConfig
 from paxkv.models.load import checked_dtype, load_model
 from paxkv.models.tokenizer import Tokenizer
 from paxkv.models.weights import OnProgress
-from paxkv.output_text import OutputText
+from paxkv.output_text import OutputSamples, OutputText
 from paxkv.request import Completion, SamplingParams
+from paxkv.samples import best_samples
 from paxkv.scheduler import Request
 from paxkv.slots import DEFAULT_PROCESSOR
 
@@ -170,28 +173,28 @@ class LLM:
         Leaving the loop early drops the requests that have not ended.
         """
         prompts = _as_list(prompts)
-        running: dict[Request, tuple[int, OutputText]] = {}
+        running: dict[int, OutputSamples] = {}
         try:
             for i, (prompt, its) in enumerate(zip(prompts, _each(params, prompts), strict=True)):
                 try:
-                    request = self._add(prompt, its)
+                    requests = self._add(prompt, its)
                 except ValueError as error:
                     yield i, _refused(prompt, error)
                 else:
-                    running[request] = i, OutputText(request, self.tokenizer)
+                    running[i] = OutputSamples(requests, its, self.tokenizer)
             while running:
                 self._step(running.values())
                 # The caller may use this LLM between two yields, so any request may have news.
-                begun = [request for request in running if request.output or request.finish_reason]
-                for request in begun:
-                    i, output = running[request]
-                    output.advance()
-                    if self._has_ended(output):
-                        del running[request]
-                        yield i, output.completion()
+                for i, samples in list(running.items()):
+                    for request in samples.advance():
+                        self.engine.abort(request)
+                    if samples.has_ended:
+                        del running[i]
+                        yield i, samples.completion()
         finally:
-            for request in running:
-                self.engine.abort(request)
+            for samples in running.values():
+                for request in samples.requests:
+                    self.engine.abort(request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -202,16 +205,25 @@ class LLM:
         Leaving the loop early, or closing what this returns, drops the request.
 
         Raises:
-            ValueError: The prompt cannot be served.
+            ValueError: The prompt cannot be served, or `params` asks for more than one sample.
         """
-        request = self._add(prompt, params or SamplingParams())
+        params = params or SamplingParams()
+        if params.num_samples > 1:
+            raise ValueError(
+                f"n={params.n} and best_of={params.best_of} draw {params.num_samples} samples, and "
+                "a stream gives one: use generate or as_completed"
+            )
+        [request] = self._add(prompt, params)
         output = OutputText(request, self.tokenizer)
         try:
             while True:
                 self.engine.step(_STREAM_BURST)
                 text = output.advance()
-                if self._has_ended(output):
-                    yield StreamPiece(text=text, completion=output.completion())
+                if output.has_stopped:
+                    self.engine.abort(request)
+                if request.finish_reason is not None:
+                    completion = best_samples([output.completion()], params)
+                    yield StreamPiece(text=text, completion=completion)
                     return
                 if text:
                     yield StreamPiece(text=text)
@@ -236,6 +248,68 @@ class LLM:
         )
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        width: int = 4,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        max_tokens: int | None = None,
+        num_return: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+    ) -> list[list[Completion]]:
+        """The likeliest continuations of prompts that a beam search finds.
+
+        As in `transformers`, token for token. Beams are ranked by the model's own probabilities:
+        no temperature, no penalty of the model's generation_config, no logits processor.
+
+        Args:
+            prompts: One or more, as text or token ids.
+            width: Beams of each prompt (`num_beams`, `beam_width`); each takes a slot.
+            length_penalty: A score is the sum of log-probabilities over this power of the number of
+                new tokens: above 0 favours long answers, below 0 short ones.
+            early_stopping: When a prompt's search ends: True, once it has as many answers as
+                beams; False, once no beam scores better than those at its present length; "never",
+                once none can at any length.
+            max_tokens: New tokens at most; as in `SamplingParams`.
+            num_return: Answers for each prompt (`num_return_sequences`); all of them when None.
+            stop_token_ids: Tokens that end an answer, besides the model's own.
+            ignore_eos: Has the model's own not end it.
+
+        Returns:
+            For each prompt the answers, best first, each with its `score`. For a prompt that
+            cannot be served, one with `finish_reason` "error" that says why in `error`; a pool
+            that is too small for the beams is such a reason.
+
+        Raises:
+            ValueError: A setting is out of range, or there are fewer slots than beams.
+            RuntimeError: Requests are running.
+        """
+        beams = BeamParams(
+            width=width, length_penalty=length_penalty, early_stopping=early_stopping,
+            num_return=num_return,
+        )  # fmt: skip
+        params = SamplingParams(
+            max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
+        )
+        answers: list[list[Completion]] = []
+        requests: dict[int, Request] = {}
+        for i, prompt in enumerate(_as_list(prompts)):
+            answers.append([])
+            try:
+                requests[i] = self.engine.make_request(*self._asked(prompt, params))
+            except ValueError as error:
+                answers[i] = [_refused(prompt, error)]
+        found = search_beams(self.engine, list(requests.values()), beams)
+        for (i, request), its in zip(requests.items(), found, strict=True):
+            if isinstance(its, str):
+                answers[i] = [_refused(request.prompt, its)]
+            else:
+                answers[i] = [self._completion(request, answer) for answer in its]
+        return answers
+
     def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
         """How likely the model finds texts, token by token.
 
@@ -259,24 +333,33 @@ class LLM:
         """
         self.engine.set_decoder(nnx.merge(nnx.graphdef(self.engine.decoder), weights))
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
-        tokens = self._tokens_of(prompt)
+    def _add(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        return self.engine.add_samples(*self._asked(prompt, params))
+
+    def _asked(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[list[int], SamplingParams, tuple[int, ...]]:
+        """What is asked of the engine: tokens, settings, and the tokens that end the text."""
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 f"stop={params.stop!r} is looked for in text, and there is no tokenizer: stop at "
                 "stop_token_ids, or give LLM a tokenizer"
             )
         eos = () if params.ignore_eos else self.generation.eos_token_ids
-        return self.engine.add(tokens, params.with_defaults(self.generation), eos)
+        return self._tokens_of(prompt), params.with_defaults(self.generation), eos
 
-    def _step(self, running: Iterable[tuple[int, OutputText]]) -> None:
-        has_stops = any(output.request.params.stop for _, output in running)
+    def _completion(self, request: Request, found: Found) -> Completion:
+        reason = "stop" if found.is_stopped else "length"
+        output = OutputText(
+            dataclasses.replace(request, output=found.token_ids, finish_reason=reason),
+            self.tokenizer,
+        )
+        output.advance()
+        return dataclasses.replace(output.completion(), score=found.score)
+
+    def _step(self, running: Iterable[OutputSamples]) -> None:
+        has_stops = any(samples.params.stop for samples in running)
         self.engine.step(_STOP_STRING_BURST if has_stops else None)
-
-    def _has_ended(self, output: OutputText) -> bool:
-        if output.has_stopped:
-            self.engine.abort(output.request)
-        return output.request.finish_reason is not None
 
     def _tokens_of(self, prompt: Prompt) -> list[int]:
         try:
@@ -332,7 +415,7 @@ def _each(
     return params
 
 
-def _refused(prompt: Prompt, error: ValueError) -> Completion:
+def _refused(prompt: Prompt, error: ValueError | str) -> Completion:
     return Completion(
         text="",
         token_ids=[],

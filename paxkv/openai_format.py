@@ -12,12 +12,13 @@ COMPLETIONS = "/v1/completions"
 # Fields that `SamplingParams` has by the same name; the last five are not OpenAI's but vLLM's.
 _SAME_NAMES = (
     "max_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "n", "best_of",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
 )  # fmt: skip
 _OF_OTHERS = ("stop_token_ids", "logit_bias", "logprobs", "top_logprobs", "max_completion_tokens")
 # What only tells requests apart, or asks for what is done anyway.
 _WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier"}
-_ONLY = {"n": 1, "best_of": 1, "stream": False, "echo": False, "suffix": None}
+_ONLY = {"stream": False, "echo": False, "suffix": None}
 
 
 class Asked(NamedTuple):
@@ -105,23 +106,17 @@ def write_body(
         created_seconds: Since 1970.
     """
     is_chat = url == CHAT
-    logprobs = None
-    if completion.logprobs is not None:
-        write = _chat_logprobs if is_chat else _text_logprobs
-        logprobs = write(llm, completion.logprobs)
-    said = (
-        {"message": {"role": "assistant", "content": completion.text}}
-        if is_chat
-        else {"text": completion.text}
-    )
-    num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
+    samples = completion.samples or [completion]
+    num_prompt = len(completion.prompt_token_ids)
+    num_new = sum(len(sample.token_ids) for sample in samples)
     return {
         "id": id,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created_seconds,
         "model": model,
         "choices": [
-            {"index": 0, **said, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+            {"index": i, **_choice(llm, sample, is_chat=is_chat)}
+            for i, sample in enumerate(samples)
         ],
         "usage": {
             "prompt_tokens": num_prompt,
@@ -129,6 +124,15 @@ def write_body(
             "total_tokens": num_prompt + num_new,
         },
     }
+
+
+def _choice(llm: LLM, sample: Completion, *, is_chat: bool) -> dict[str, Any]:
+    logprobs = None
+    if sample.logprobs is not None:
+        logprobs = (_chat_logprobs if is_chat else _text_logprobs)(llm, sample.logprobs)
+    message = {"role": "assistant", "content": sample.text}
+    said = {"message": message} if is_chat else {"text": sample.text}
+    return {**said, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
 def error_body(message: str) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The text of a request's output while it grows."""
 
+from collections.abc import Sequence
+
 from paxkv.models.detokenizer import Detokenizer
 from paxkv.models.tokenizer import Tokenizer
-from paxkv.request import Completion
+from paxkv.request import Completion, SamplingParams
+from paxkv.samples import best_samples
 from paxkv.scheduler import Request
 from paxkv.stop_strings import StopStrings
 
@@ -61,3 +64,42 @@ class OutputText:
         is_last = self._num_read == len(self.request.output)
         is_stop = is_last and self.request.finish_reason == "stop"
         return "" if is_stop or not self._detokenizer else self._detokenizer.push(token)
+
+
+class OutputSamples:
+    """The text of all samples of one prompt while they grow.
+
+    Args:
+        requests: One for each sample, see `Engine.add_samples`.
+        params: What was asked for.
+        tokenizer: None where there is none.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.requests = requests
+        self.params = params
+        self._outputs = [OutputText(request, tokenizer) for request in requests]
+        self._growing = list(self._outputs)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all samples have, as far as they have been read."""
+        return not self._growing
+
+    def advance(self) -> list[Request]:
+        """Reads the new tokens; returns the requests that a stop string has ended."""
+        for output in self._growing:
+            output.advance()
+        stopped = [output.request for output in self._growing if output.has_stopped]
+        self._growing = [
+            output
+            for output in self._growing
+            if not output.has_stopped and output.request.finish_reason is None
+        ]
+        return stopped
+
+    def completion(self) -> Completion:
+        """The answer, once all samples have ended."""
+        return best_samples([output.completion() for output in self._outputs], self.params)

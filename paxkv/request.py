@@ -65,6 +65,8 @@ class SamplingParams:
     top_p: float | None = None  # keep the smallest set of tokens with this probability; default 1.0
     min_p: float | None = None  # drop tokens below this share of the best one's probability
     seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    n: int = 1  # samples of each prompt
+    best_of: int | None = None  # draw so many, keep the n with the best mean log-probability
     stop: str | Iterable[str] = ()  # ends the text before the first of these strings
     stop_token_ids: Iterable[int] = ()  # ends it at one of these; with the model's, at most 16
     ignore_eos: bool = False
@@ -85,6 +87,10 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}"
             )
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(
+                f"best_of={self.best_of} must be at least n={self.n}: n of so many are kept"
+            )
 
     def with_defaults(self, model: SamplingDefaults) -> Self:
         """Settles what the caller left open: as the model says, else neutral."""
@@ -96,6 +102,11 @@ class SamplingParams:
         if self.max_tokens is None:  # a least length that was asked for outweighs a default
             settled["max_tokens"] = max(settled["max_tokens"], self.min_tokens)
         return dataclasses.replace(self, **settled)
+
+    @property
+    def num_samples(self) -> int:
+        """How many are drawn, of which `n` are kept."""
+        return self.best_of or self.n
 
     @property
     def is_settled(self) -> bool:
@@ -114,7 +125,10 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer to one prompt."""
+    """The answer to one prompt.
+
+    Where several samples were asked for, `samples` has all of them; it is the first.
+    """
 
     text: str
     token_ids: list[int]
@@ -122,7 +136,9 @@ class Completion:
     prompt_token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token
+    score: float | None = None  # what beams, and the samples of `best_of`, are ranked by
     error: str | None = None
+    samples: "list[Completion]" = dataclasses.field(default_factory=list, repr=False)
 
 
 def _integer(name: str, value: object) -> int:
@@ -201,12 +217,13 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
 
 _token_id = _within(_integer, lambda n: n >= 0, "a token id, 0 or more")
 _bias = _within(_number, lambda x: x < math.inf, "finite, or -inf to forbid the token")
+_count = _within(_integer, lambda n: n >= 1, "1 or more")
 _num_listed = _within(
     _integer, lambda n: 0 <= n <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None for none"
 )
 _penalty = _within(_number, lambda x: -2 <= x <= 2, "from -2 to 2; 0 is off")
 _CHECKS: dict[str, Callable[[str, object], object]] = {
-    "max_tokens": _within(_integer, lambda n: n >= 1, "1 or more"),
+    "max_tokens": _count,
     "temperature": _within(
         _number, lambda x: 0 <= x < math.inf, "finite and 0 or more; 0 takes the best token"
     ),
@@ -218,6 +235,8 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     ),
     "min_p": _within(_number, lambda x: 0 <= x <= 1, "from 0 to 1; 0 keeps every token"),
     "seed": _integer,
+    "n": _count,
+    "best_of": _count,
     "stop": _stop_strings,
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
@@ -239,4 +258,4 @@ _NEUTRAL = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-_MAY_BE_NONE = {*_NEUTRAL, "seed", "logprobs", "prompt_logprobs"}
+_MAY_BE_NONE = {*_NEUTRAL, "seed", "best_of", "logprobs", "prompt_logprobs"}

@@ -7,7 +7,7 @@ and which of them others may share from the prefix index, so nothing here needs 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paxkv.prefix_index import NO_KEY, Hit, Node, PrefixIndex, PrefixKey, common_length
 from paxkv.request import FinishReason, SamplingParams, TokenLogprob
@@ -33,6 +33,8 @@ class Request:
     num_stored: int = 0  # tokens in the cache
     path: list[Node] = dataclasses.field(default_factory=list)  # its first pages, in the index
     copied: Node | None = None  # whose first tokens it begins with after these, in a copy
+    family: int | None = None  # samples of one prompt have the same
+    prompt_pages: object = dataclasses.field(default_factory=object)  # held by who has the same
     finish_reason: FinishReason | None = None
 
     @property
@@ -66,6 +68,32 @@ def bucket(num_tokens: int) -> int:
     above = max(_SMALLEST_BUCKET, 1 << (num_tokens - 1).bit_length())
     is_worth_it = num_tokens > _WORTH_PADDING * above
     return above if is_worth_it or above == _SMALLEST_BUCKET else above // 2
+
+
+def forks(admitted: Mapping[int, Request]) -> dict[int, int]:
+    """Which slots are to be forked, and from which: samples of what has a slot before them."""
+    first: dict[object, int] = {}
+    parents = {slot: first.setdefault(its.prompt_pages, slot) for slot, its in admitted.items()}
+    return {slot: parent for slot, parent in parents.items() if slot != parent}
+
+
+def _first_sample(request: Request, admitted: Iterable[Request]) -> Request | None:
+    """The request just admitted that stores the same prompt for its samples."""
+    if request.family is None or request.output:
+        return None  # what it has written must be stored too
+    return next((r for r in admitted if r.family == request.family and not r.output), None)
+
+
+def plan_prefill(left: Mapping[int, int], max_tokens: int) -> tuple[dict[int, int], int] | None:
+    """What the next prefill call stores, by slot, and its rows; None if no tokens are left."""
+    left = {slot: tokens for slot, tokens in left.items() if tokens}
+    if not left:
+        return None
+    num_rows = bucket(min(sum(left.values()), max_tokens))
+    q_lens = {}
+    for slot, tokens in left.items():
+        q_lens[slot] = min(tokens, num_rows - sum(q_lens.values()))
+    return {slot: q_len for slot, q_len in q_lens.items() if q_len}, num_rows
 
 
 class Scheduler:
@@ -103,14 +131,16 @@ class Scheduler:
     @property
     def num_pages_used(self) -> int:
         """Pages of requests that run and of pinned prefixes, shared ones counted once."""
-        own = sum(self._pages(r.num_stored) - len(r.path) for r in self.running.values())
-        return own + self.index.num_used
+        running = self.running.values()
+        own = sum(self._pages(r.num_stored) - len(r.path) for r in running)
+        return own - self._num_repeated(running) + self.index.num_used
 
     @property
     def num_tokens_stored(self) -> int:
         """Tokens in these pages."""
-        own = sum(r.num_stored - len(r.path) * self.page_size for r in self.running.values())
-        return own + self.index.num_used * self.page_size
+        running = self.running.values()
+        own = sum(r.num_stored - len(r.path) * self.page_size for r in running)
+        return own + (self.index.num_used - self._num_repeated(running)) * self.page_size
 
     @property
     def is_short(self) -> bool:
@@ -122,18 +152,23 @@ class Scheduler:
 
         A request is admitted when its tokens and one page more for it and for each running request
         fit, so that the next steps do not drive it out again. Alone it always fits. It begins with
-        the tokens that the index has. The page in `copied` is kept until `note_copied`.
+        the tokens that the index has. The page in `copied` is kept until `note_copied`. Samples of
+        one prompt that are admitted together hold its pages together: the first of them stores it,
+        the others are to be forked from that one then (see `forks`).
         """
         admitted: dict[int, Request] = {}
+        forked = []
         self.is_waiting_for_pages = False
         while self.waiting and len(self.running) < self.num_slots:
             request = self.waiting[0]
-            hit = self._lookup(request)
+            first = _first_sample(request, admitted.values())
+            request.prompt_pages = first.prompt_pages if first else object()
+            hit = Hit(list(first.path)) if first else self._lookup(request)
             if not self._fits(request, hit):
                 hit = Hit(hit.nodes)  # perhaps without a page that is kept only to be copied
                 if self.running and not self._fits(request, hit):
                     break
-            if self._is_stored_soon(request, hit, admitted.values()):
+            if not first and self._is_stored_soon(request, hit, admitted.values()):
                 self.is_waiting_for_pages = True
                 break
             slot = min(set(range(self.num_slots)) - self.running.keys())
@@ -141,6 +176,10 @@ class Scheduler:
             request.path, request.copied = hit.nodes, hit.partial
             request.num_stored = len(hit.nodes) * self.page_size + hit.num_partial
             self.index.use(hit.all_nodes)
+            if first:
+                forked.append(request)
+        for request in forked:
+            request.num_stored = len(request.prompt) - 1
         return admitted
 
     def note_copied(self, admitted: Iterable[Request]) -> None:
@@ -155,20 +194,21 @@ class Scheduler:
         wanted = self._own_pages(num_steps) + self.index.num_pages
         self.index.evict(max(0, wanted - self.num_pages))
 
+    def free_pages(self, wanted: int) -> int:
+        """Gives up reusable pages until so many are free, or none is left; returns how many are.
+
+        No request may be running.
+        """
+        self.index.evict(max(0, wanted - (self.num_pages - self.index.num_pages)))
+        return self.num_pages - self.index.num_pages
+
     def next_prefill(self) -> tuple[dict[int, int], int] | None:
         """The next prompt tokens to store: how many of each slot, and the rows of the call.
 
         None when every running request has only its newest token left, which decode takes.
         """
         left = {slot: r.num_tokens - 1 - r.num_stored for slot, r in self.running.items()}
-        left = {slot: tokens for slot, tokens in left.items() if tokens}
-        if not left:
-            return None
-        num_rows = bucket(min(sum(left.values()), self.max_prefill_tokens))
-        q_lens = {}
-        for slot, tokens in left.items():
-            q_lens[slot] = min(tokens, num_rows - sum(q_lens.values()))
-        return {slot: q_len for slot, q_len in q_lens.items() if q_len}, num_rows
+        return plan_prefill(left, self.max_prefill_tokens)
 
     def note_written(self, request: Request, rows: Sequence[Sequence[int]]) -> None:
         """Puts the full pages of a running request into the index.
@@ -211,8 +251,12 @@ class Scheduler:
         return self.index.lookup(request.tokens, request.prefix_key)
 
     def _fits(self, request: Request, hit: Hit) -> bool:
-        promised = sum(self._pages(r.num_tokens) + 1 - len(r.path) for r in self.running.values())
-        wanted = self._pages(request.num_tokens) + 1 - len(hit.nodes)
+        running = self.running.values()
+        promised = sum(self._pages(r.num_tokens) + 1 - len(r.path) for r in running)
+        promised -= self._num_repeated(running)
+        is_repeated = any(r.prompt_pages is request.prompt_pages for r in running)
+        num_shared = self._prompt_pages(request) if is_repeated else len(hit.nodes)
+        wanted = self._pages(request.num_tokens) + 1 - num_shared
         kept = self.index.num_used + sum(not node.num_users for node in hit.all_nodes)
         return promised + wanted + kept <= self.num_pages
 
@@ -229,8 +273,26 @@ class Scheduler:
 
     def _own_pages(self, num_steps: int) -> int:
         """Pages of the running requests besides those in the index, after some decode steps."""
-        ends = ((r, r.num_tokens - 1 + num_steps) for r in self.running.values())
-        return sum(self._pages(min(end, r.max_num_tokens - 1)) - len(r.path) for r, end in ends)
+        running = self.running.values()
+        ends = ((r, r.num_tokens - 1 + num_steps) for r in running)
+        own = sum(self._pages(min(end, r.max_num_tokens - 1)) - len(r.path) for r, end in ends)
+        return own - self._num_repeated(running)
+
+    def _num_repeated(self, requests: Iterable[Request]) -> int:
+        """Pages outside of the index that are counted again: samples hold their prompt's together.
+
+        Half-full ones are not, since every sample writes to it in the next step.
+        """
+        seen, repeated = set(), 0
+        for request in requests:
+            if request.prompt_pages in seen:
+                repeated += max(0, self._prompt_pages(request) - len(request.path))
+            seen.add(request.prompt_pages)
+        return repeated
+
+    def _prompt_pages(self, request: Request) -> int:
+        """Full pages of the prompt that is stored before decoding."""
+        return (len(request.prompt) - 1) // self.page_size
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -11,6 +11,8 @@ however much of the prompt was in the cache.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ from paxkv.cache import (
     PagedCache,
     adopt_all,
     append_all,
+    fork_all,
     release_all,
     reserve_all,
     settle_all,
@@ -76,7 +79,9 @@ def prefill_step(
         The new cache; `bool[]`, whether the pool had the pages; the log-probabilities, if wanted.
     """
     q_lens = jnp.maximum(q_lens, 0)  # `prompt_lens - 1` of an idle slot is -1
-    cache, fits, hidden, view = _store(decoder, cache, slots.requests, q_lens, num_rows, None)
+    cache, fits, hidden, view = store(
+        decoder, cache, q_lens, partial(_tokens_at, slots.requests), num_rows=num_rows
+    )
     if num_prompt_logprobs is None:
         return cache, fits, None
     rows = view.rows(num_rows)
@@ -100,12 +105,9 @@ def decode_step(
         The new cache and slots, and `bool[]`, whether the pool had the pages.
     """
     is_decoding = _is_decoding(cache, slots)
-    num_slots = is_decoding.shape[0]
-    cache, fits, hidden, view = _store(
-        decoder, cache, slots.requests, is_decoding.astype(jnp.int32), num_slots, 1
+    cache, fits, logits = store_newest(
+        decoder, cache, is_decoding, partial(_tokens_at, slots.requests)
     )
-    last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
-    logits = decoder.logits(hidden[last_rows])
     slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
     if not keeps_pages:
         cache, _ = release_all(cache, has_ended)
@@ -206,6 +208,58 @@ def settle_step(
     return cache, dataclasses.replace(slots, is_active=slots.is_active & ~done), ok
 
 
+def store(
+    decoder: Decoder,
+    cache: PagedCache,
+    q_lens: jax.Array,
+    tokens_at: Callable[[Ragged], jax.Array],
+    *,
+    num_rows: int,
+    max_q_len: int | None = None,
+) -> tuple[PagedCache, jax.Array, jax.Array, CacheView]:
+    """Runs the decoder on the next `q_lens` tokens of each slot, which stores them.
+
+    Args:
+        decoder: See `paxkv.decoder`.
+        cache: Pages are reserved for the tokens; if the pool is short, nothing happens at all.
+        q_lens: `i32[B]`.
+        tokens_at: Says which tokens stand in packed rows, `i32[T]`; rows of padding do not count.
+        num_rows: T, at least the sum of `q_lens`.
+        max_q_len: No `q_lens` is above it, where that is known.
+
+    Returns:
+        The new cache, whether it fitted, hidden states `[T, D]`, and where their rows stand.
+    """
+    cache, fits = reserve_all(cache, q_lens)
+    q_lens = jnp.where(fits, q_lens, 0)  # a step that does not fit runs on no rows
+    view = _view(decoder, cache, q_lens, max_q_len)
+    rows = view.rows(num_rows)
+    tokens = jnp.where(rows.is_token, tokens_at(rows), 0)
+    hidden, view = decoder(tokens, rows.positions, view)
+    cache, _ = append_all(tuple(zip(view.pools, view.tables, strict=True)), q_lens)
+    return cache, fits, hidden, view
+
+
+def store_newest(
+    decoder: Decoder,
+    cache: PagedCache,
+    is_stored: jax.Array,
+    tokens_at: Callable[[Ragged], jax.Array],
+) -> tuple[PagedCache, jax.Array, jax.Array]:
+    """Stores one token of each slot in `is_stored` (`bool[B]`); all of them or, if short, none.
+
+    Returns:
+        The new cache, whether it fitted, and the next token's logits, `f32[B, V]`: of use in the
+        rows of `is_stored`, and if it fitted.
+    """
+    cache, fits, hidden, view = store(
+        decoder, cache, is_stored.astype(jnp.int32), tokens_at,
+        num_rows=is_stored.shape[0], max_q_len=1,
+    )  # fmt: skip
+    last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
+    return cache, fits, decoder.logits(hidden[last_rows])
+
+
 def _lengths(cache: PagedCache) -> jax.Array:
     """Tokens of each slot in the cache, `i32[B]`: the same in every layer group."""
     return cache[0][1].lengths
@@ -216,27 +270,8 @@ def _is_decoding(cache: PagedCache, slots: Slots) -> jax.Array:
     return slots.is_active & (slots.requests.num_tokens - _lengths(cache) == 1)
 
 
-def _store(
-    decoder: Decoder,
-    cache: PagedCache,
-    requests: Requests,
-    q_lens: jax.Array,
-    num_rows: int,
-    max_q_len: int | None,
-) -> tuple[PagedCache, jax.Array, jax.Array, CacheView]:
-    """Runs the decoder on the next `q_lens` tokens of each slot, which stores them.
-
-    Returns:
-        The new cache, whether it fitted, hidden states `[T, D]`, and where their rows stand.
-    """
-    cache, fits = reserve_all(cache, q_lens)
-    q_lens = jnp.where(fits, q_lens, 0)  # a step that does not fit runs on no rows
-    view = _view(decoder, cache, q_lens, max_q_len)
-    rows = view.rows(num_rows)
-    tokens = jnp.where(rows.is_token, requests.tokens[rows.slots, rows.positions], 0)
-    hidden, view = decoder(tokens, rows.positions, view)
-    cache, _ = append_all(tuple(zip(view.pools, view.tables, strict=True)), q_lens)
-    return cache, fits, hidden, view
+def _tokens_at(requests: Requests, rows: Ragged) -> jax.Array:
+    return requests.tokens[rows.slots, rows.positions]
 
 
 def _view(
@@ -349,3 +384,4 @@ admit_step_jit = jax.jit(
     admit_step, static_argnames="processor", donate_argnames=("cache", "slots")
 )
 settle_step_jit = jax.jit(settle_step, donate_argnames=("cache", "slots"))
+fork_all_jit = jax.jit(fork_all, donate_argnames="cache")

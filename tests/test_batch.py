@@ -75,13 +75,20 @@ def test_result_is_what_generate_gives(llm, tmp_path):
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["top_logprobs"]) == 4
 
 
+def test_samples_are_choices(llm, tmp_path):
+    asked = line("a", prompt="Hello", n=2, max_tokens=4, seed=1)
+    body = serve(llm, tmp_path / "out.jsonl", asked)["a"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["usage"]["total_tokens"] == 5 + body["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"prompt": None}, "the body has no 'prompt'"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": "hot"}, "must be a number"),
-        ({"n": 2}, "n=2 is not served, only n=1"),
+        ({"n": 3, "best_of": 2}, "best_of=2"),
         ({"stream": True}, "stream=True is not served"),
         ({"tools": [1]}, "fields that are not known: tools"),
         ({"logit_bias": {"x": 1}}, "must have token ids for keys"),

@@ -1,6 +1,7 @@
 """What is compiled: how often, and that no program copies the pool or asks the host."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -18,15 +19,18 @@ from helpers import (
     settled,
     tiny_decoder,
 )
+from helpers_llm import make_llm
+from paxkv.beam_steps import beam_loop_jit, start_beams
 from paxkv.engine import Engine
 from paxkv.models.llama import LlamaDecoder
+from paxkv.request import SamplingParams
 from paxkv.slots import idle_requests
 from paxkv.steps import admit_step_jit, decode_loop_jit, prefill_step_jit, settle_step_jit
 from paxkv.transfer import NUM_STOP_IDS
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES = 4, 64, 4099  # no other array has this many rows
 POOL_ARRAY = f"f32[{NUM_PAGES},2,{PAGE_SIZE},8]"  # 16 MB; keys and values of 2 layers are 64 MB
-PROGRAMS = ("admit", "prefill", "prefill with logprobs", "decode", "settle")
+PROGRAMS = ("admit", "prefill", "prefill with logprobs", "decode", "settle", "beams")
 
 
 @contextlib.contextmanager
@@ -59,6 +63,10 @@ def programs() -> dict[str, jax.stages.Compiled]:
     pages = np.zeros((1, *cache[0][1].block_tables.shape), np.int32)
     same_as = np.arange(NUM_PAGES, dtype=np.int32)[None]
     idle = idle_requests(NUM_SLOTS, engine.max_length, NUM_STOP_IDS)
+    _, beams = jax.eval_shape(
+        functools.partial(start_beams, width=2, max_length=8, eos_ids=(1,)),
+        cache, q_lens[:2], q_lens[:2],
+    )  # fmt: skip
     lowered = (
         admit_step_jit.lower(cache, slots, done, idle, pages, q_lens),
         prefill_step_jit.lower(decoder, cache, slots, q_lens, num_rows=16),
@@ -67,6 +75,7 @@ def programs() -> dict[str, jax.stages.Compiled]:
             decoder, cache, slots, np.int32(1), until_finish=np.bool_(False), keeps_pages=True
         ),
         settle_step_jit.lower(cache, slots, done, np.zeros_like(same_as), same_as),
+        beam_loop_jit.lower(decoder, cache, beams, np.int32(1)),
     )
     return {name: program.compile() for name, program in zip(PROGRAMS, lowered, strict=True)}
 
@@ -197,3 +206,15 @@ def test_greedy_and_sampled_requests_share_a_program_and_so_do_new_weights():
         [request] = serve(engine, [[1, 2, 3]], settled())
     assert names == []
     assert_greedy(tiny_decoder(seed=1), request.prompt, request.output)
+
+
+def test_beam_search_compiles_a_loop_for_each_width():
+    llm = make_llm(COUNTER, max_slots=4)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
+    with counted_compilations() as names:
+        llm.beam_search([[1], [2, 3]], width=2, max_tokens=3)
+    programs = ("beam_loop", "hypotheses", "release_all", "start_beams")
+    assert sorted(names) == [f"jit({name})" for name in programs]
+    with counted_compilations() as names:
+        llm.beam_search([[1, 2, 3]] * 9, width=2, max_tokens=7, length_penalty=0.5, num_return=1)
+    assert names == []

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import paxkv
 from helpers import VOCAB, logits_of, tiny_decoder
@@ -36,9 +37,9 @@ PROGRAMS = {
 }
 
 
-def run(heading: str) -> dict[str, Any]:
+def run(heading: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
     """The names that a section's blocks define, run in order, one building on the other."""
-    names: dict[str, Any] = {}
+    names = {} if names is None else names
     for block in PROGRAMS[heading]:
         exec(compile(block, f"README.md: {heading}", "exec"), names)
     return names
@@ -49,6 +50,8 @@ def test_every_block_is_a_program_that_a_test_runs_or_no_python():
     assert set(PROGRAMS) == {
         "Use it",
         "In a `jit` of your own",
+        "Several answers to one prompt",
+        "Beam search",
         "Attention kernels",
     }
     languages = {language for blocks in sections().values() for language, _ in blocks}
@@ -59,7 +62,7 @@ def test_every_block_is_a_program_that_a_test_runs_or_no_python():
 def test_use_it_prints_answers_of_the_bundled_model(monkeypatch, capsys):
     smollm2_path()  # or this is skipped
     # Fewer slots and shorter chunks than by default compile in half the time.
-    small = functools.partial(paxkv.LLM, max_slots=2, max_length=512, max_prefill_tokens=16)
+    small = functools.partial(paxkv.LLM, max_slots=4, max_length=512, max_prefill_tokens=16)
     monkeypatch.setattr(paxkv, "LLM", small)
     monkeypatch.setenv("PAXKV_COMPILATION_CACHE", "0")
     names = run("Use it")
@@ -67,6 +70,30 @@ def test_use_it_prints_answers_of_the_bundled_model(monkeypatch, capsys):
     assert printed.startswith(" Paris.") and printed.count(" length\n") == 2
     assert len(names["piece"].completion.text) > 20 and names["piece"].completion.text in printed
     assert printed.endswith(f"{names['score'].perplexity}\n")
+
+    run("Several answers to one prompt", names)
+    texts = [sample.text for sample in names["completion"].samples]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
+    assert len(set(texts)) == 3
+
+    run("Beam search", names)
+    best, second = names["answers"]
+    assert best.score > second.score and best.text != second.text
+    assert capsys.readouterr().out == "".join(f"{a.score} {a.text}\n" for a in (best, second))
+    check_search(names["search"])
+
+
+def check_search(search) -> None:
+    """Scores are mean log-probabilities, best first, of answers to both prompts."""
+    prompts, lengths = jnp.array([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]), jnp.array([5, 2])
+    tokens, counts, scores, fits = search(tiny_decoder(), prompts, lengths)
+    assert fits and tokens.shape == (2, 4, 32) and np.all(np.diff(scores, axis=1) < 0)
+    for prompt, length, its, count, score in zip(
+        prompts, lengths, tokens[:, 0], counts[:, 0], scores[:, 0], strict=True
+    ):
+        sequence = [*prompt[:length].tolist(), *its[:count].tolist()]
+        logprobs = jax.nn.log_softmax(logits_of(tiny_decoder(), sequence))[length - 1 : -1]
+        assert score == pytest.approx(float(np.mean(logprobs[np.arange(count), its[:count]])), 1e-4)
 
 
 def test_a_jit_of_your_own_samples_and_says_how_likely_it_was():
