@@ -55,7 +55,8 @@ def finish_softmax(
         values = values * shrink[:, :1]
         total = total * shrink + jnp.exp(sinks - with_sink)
         top = with_sink
-    saw_keys = ~(top <= MASKED / 2)  # NaN is not hidden
+    # A NaN must show, and not every way of taking the largest score keeps one: the total does.
+    saw_keys = ~(top <= MASKED / 2) | (total != total)
     total = jnp.where(saw_keys, total, 1.0)
     out = jnp.where(saw_keys[:, :1], values / total[:, :1], 0.0)
     return out, jnp.where(saw_keys, top + jnp.log(total), -jnp.inf)
