@@ -77,6 +77,11 @@ _EVERY_DTYPE = (
     "mixed_list",
 )  # fmt: skip
 _OTHER_DTYPES = {"tpu": ("float16", "float32"), "cuda": ("float16",)}
+# What chips compile that share their kernels with another one: the ends of each range.
+_ENDS = (
+    "shape_page_8", "shape_page_16", "shape_page_256", "shape_head_dim_64", "shape_head_dim_80",
+    "shape_head_dim_256", "shape_group_16_1", "shape_group_9_3", *_BIG_CASES,
+)  # fmt: skip
 
 
 def attention_names(platform: str, *, every_case: bool = True) -> list[str]:
@@ -84,16 +89,16 @@ def attention_names(platform: str, *, every_case: bool = True) -> list[str]:
 
     Args:
         platform: "tpu" or "cuda".
-        every_case: Also the cases that are tested, besides shapes and sizes.
+        every_case: All of them, not only the ends of each range of shapes and sizes.
     """
     names = []
     for name, case in ATTENTION_CASES.items():
-        if every_case or name not in CASES:
+        if every_case or name in _ENDS:
             if case.is_decode:
                 names.append(f"decode:{name}:bfloat16")
             if not case.is_decode or name in CASES:
                 names.append(f"mixed:{name}:bfloat16")
-    for name in _EVERY_DTYPE:
+    for name in _EVERY_DTYPE if every_case else ("shape_page_16", "mixed_list"):
         kind = "decode" if ATTENTION_CASES[name].is_decode else "mixed"
         names += [f"{kind}:{name}:{dtype}" for dtype in _OTHER_DTYPES[platform]]
     return names

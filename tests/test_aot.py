@@ -16,7 +16,7 @@ from benchmarks.aot_cases import (
 from benchmarks.chips import CHIPS
 
 TARGETS = ("v5e", "v5p", "v6e", "tpu7x", "sm_80", "sm_90a", "sm_100a")
-# Targets that share their kernels with another one compile the shapes, not every test case.
+# Targets that share their kernels with another one compile the ends of each range only.
 EVERY_CASE = ("v6e", "sm_90a")
 KERNEL_CALLS = {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu_v2"}
 
