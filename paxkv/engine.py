@@ -1,13 +1,10 @@
 """Runs many requests over one pool of pages: tokens in, tokens out. Text is `paxkv.llm`'s."""
 
-import contextlib
 import dataclasses
-import functools
 import operator
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +39,7 @@ from paxkv.transfer import (
     take_prompt_logprobs,
     take_tokens,
 )
+from paxkv.turns import alone
 
 _WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults(GenerationConfig())
 
@@ -59,46 +57,6 @@ class EngineStats:
     peak_tokens: int = 0  # in the cache, at the moment of most pages
     prefix_tokens_hit: int = 0  # in the cache already when a request was admitted
     prefix_tokens_copied: int = 0  # of these, in pages that only begin alike
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Has Ctrl-C wait for the end of the block; a second one does not wait.
-
-    Steps donate the cache: an interrupt between a step and the naming of its result would leave
-    an engine without one. And jax loses an interrupt that comes while it collects garbage.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # no interrupt is raised here, or the program sees to them itself
-        return
-    came = False
-
-    def wait(signal_number: int, frame: Any) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = True
-
-    signal.signal(signal.SIGINT, wait)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
-        raise KeyboardInterrupt
-
-
-def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Has a method of the engine wait until no other thread is in one, and Ctrl-C until its end."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        engine: Any = args[0]
-        with engine.lock, _uninterrupted():
-            return method(*args, **kwargs)
-
-    return run
 
 
 class Engine:
@@ -227,7 +185,7 @@ class Engine:
         """Tokens per page."""
         return self._scheduler.page_size
 
-    @_alone
+    @alone
     def add(
         self,
         prompt: Sequence[int],
@@ -254,7 +212,7 @@ class Engine:
         self.queue(request)
         return request
 
-    @_alone
+    @alone
     def add_samples(
         self,
         prompt: Sequence[int],
@@ -304,12 +262,12 @@ class Engine:
         self._num_added += 1
         return request
 
-    @_alone
+    @alone
     def queue(self, request: Request) -> None:
         """Has a request of `make_request` wait for its turn."""
         self._scheduler.waiting.append(request)
 
-    @_alone
+    @alone
     def step(self, max_steps: int | None = None) -> list[Request]:
         """Admits what fits, stores their prompts, and decodes for a burst.
 
@@ -339,7 +297,7 @@ class Engine:
             take_prompt_logprobs(self._scheduler.running, q_lens, logprobs)
         return self._take_news(burst, tables)
 
-    @_alone
+    @alone
     def abort(self, request: Request, reason: FinishReason = "stop") -> None:
         """Ends a request now. One that has ended already is left as it is."""
         if request.finish_reason is not None:
@@ -388,13 +346,13 @@ class Engine:
         """
         self._scheduler.index.unpin(tokens, prefix_key)
 
-    @_alone
+    @alone
     def clear_prefixes(self) -> None:
         """Forgets what no running request uses, pinned prefixes too."""
         self._scheduler.index.clear()
         self._settle()
 
-    @_alone
+    @alone
     def free_pages(self, wanted: int) -> int:
         """Forgets prefixes until so many pages are free, for `on_cache`; returns how many are.
 
@@ -406,7 +364,7 @@ class Engine:
         self._settle()
         return num_free
 
-    @_alone
+    @alone
     def on_cache(
         self,
         program: Callable[[Decoder, PagedCache, Slots], tuple[PagedCache, *tuple[Any, ...]]],
@@ -427,7 +385,7 @@ class Engine:
         self._cache, *results = program(self.decoder, self._cache, self._slots)
         return results
 
-    @_alone
+    @alone
     def set_decoder(self, decoder: Decoder) -> None:
         """Goes on with other weights. Nothing is compiled again if shapes and dtypes are equal.
 
