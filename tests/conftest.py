@@ -10,7 +10,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to the user's folders
+# A program that a test has compiled need not be compiled by the next test or the next run. It is
+# kept beside pytest's own notes: nothing is written to the user's folders.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 # Processes that share the tests ignore Ctrl-C, and so would the commands that tests start.
