@@ -13,7 +13,8 @@ from paxkv.beam_steps import beam_loop_jit, hypotheses_jit, release_all_jit, sta
 from paxkv.beams import Beams, EarlyStopping, Hypotheses
 from paxkv.config import pages_of
 from paxkv.engine import Engine
-from paxkv.scheduler import Request, plan_prefill
+from paxkv.request_state import Request
+from paxkv.scheduler import plan_prefill
 from paxkv.slots import Requests
 from paxkv.steps import prefill_step_jit
 from paxkv.transfer import rows_of
@@ -72,7 +73,7 @@ def search_beams(
 
     Args:
         engine: No request may be running on it.
-        requests: Not queued (see `Engine.make_request`); all end at the same stop tokens.
+        requests: Not queued (see `Engine.prepare`); all end at the same stop tokens.
         params: How to search.
 
     Yields:

@@ -150,6 +150,38 @@ def held_pages(tokens: jax.Array, page_size: int) -> jax.Array:
     return (tokens + page_size - 1) // page_size
 
 
+def drop_entries(table: BlockTable, is_dropped: jax.Array) -> tuple[BlockTable, jax.Array]:
+    """Has the entries in `is_dropped` (`bool[B, M]`) name the null page, or changes nothing.
+
+    Costs next to nothing when none of them names a page.
+
+    Returns:
+        The new table and `bool[]`; False if a page would be freed twice, so the table is corrupt.
+    """
+    chex.assert_shape(is_dropped, table.block_tables.shape)
+    return jax.lax.cond(
+        jnp.any(is_dropped & (table.block_tables != NULL_PAGE)),
+        _drop,
+        lambda table, _: (table, jnp.array(True)),
+        table,
+        is_dropped,
+    )
+
+
+def _drop(table: BlockTable, is_dropped: jax.Array) -> tuple[BlockTable, jax.Array]:
+    num_pages = table.ref_counts.shape[0]
+    is_dropped &= table.block_tables != NULL_PAGE
+    # Several slots may give back one shared page, so these ids need not be unique.
+    dropped = jnp.where(is_dropped, table.block_tables, num_pages)
+    ref_counts = table.ref_counts.at[dropped].add(-1, mode="drop")
+    ok = jnp.all(ref_counts >= 0)
+    return dataclasses.replace(
+        table,
+        block_tables=jnp.where(is_dropped & ok, NULL_PAGE, table.block_tables),
+        ref_counts=jnp.where(ok, ref_counts, table.ref_counts),
+    ), ok
+
+
 def _share(
     table: BlockTable, parents: jax.Array, is_changed: jax.Array
 ) -> tuple[BlockTable, jax.Array]:
@@ -193,21 +225,9 @@ def _shorten(
 def _give_back(
     table: BlockTable, lengths: jax.Array, kept_pages: jax.Array
 ) -> tuple[BlockTable, jax.Array]:
-    num_pages = table.ref_counts.shape[0]
     column = jnp.arange(table.block_tables.shape[1], dtype=jnp.int32)[None]
-    is_kept = column < kept_pages[:, None]  # bool[B, M]
-    is_dropped = ~is_kept & (column < table.num_pages[:, None]) & (table.block_tables != NULL_PAGE)
-    # Several slots may give back one shared page, so these ids need not be unique.
-    dropped = jnp.where(is_dropped, table.block_tables, num_pages)
-    ref_counts = table.ref_counts.at[dropped].add(-1, mode="drop")
-    ok = jnp.all(ref_counts >= 0)
-    shorter = dataclasses.replace(
-        table,
-        block_tables=jnp.where(is_kept, table.block_tables, NULL_PAGE),
-        num_pages=kept_pages,
-        lengths=lengths,
-        ref_counts=ref_counts,
-    )
+    shorter, ok = _drop(table, column >= kept_pages[:, None])
+    shorter = dataclasses.replace(shorter, num_pages=kept_pages, lengths=lengths)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), shorter, table), ok
 
 

@@ -24,6 +24,7 @@ from paxkv.decoder import LayerGroup
 from paxkv.page_pool import PagePool, copy_pages, init_page_pool
 from paxkv.reservation import no_copies, reserve
 from paxkv.sharing import adopt, hold, merge
+from paxkv.windows import release_window
 
 type PagedCache = tuple[tuple[PagePool, BlockTable], ...]
 
@@ -102,6 +103,18 @@ def release_all(cache: PagedCache, done: jax.Array) -> tuple[PagedCache, jax.Arr
 def truncate_all(cache: PagedCache, lengths: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Shortens every slot to `lengths` (`i32[B]`); False if one is out of range."""
     return _on_tables(partial(truncate, lengths=lengths), cache)
+
+
+def release_windows(
+    cache: PagedCache, layer_groups: Sequence[LayerGroup]
+) -> tuple[PagedCache, jax.Array]:
+    """Gives back pages that have left their group's window; False if a group's table is corrupt."""
+    tables = [
+        (table, jnp.array(True)) if group.window is None else release_window(table, group.window)
+        for group, (_, table) in zip(layer_groups, cache, strict=True)
+    ]
+    ok = jnp.all(jnp.stack([group_ok for _, group_ok in tables]))
+    return tuple((pool, table) for (pool, _), (table, _) in zip(cache, tables, strict=True)), ok
 
 
 def adopt_all(

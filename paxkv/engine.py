@@ -1,10 +1,9 @@
 """Runs many requests over one pool of pages: tokens in, tokens out. Text is `paxkv.llm`'s."""
 
 import dataclasses
-import operator
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,63 +11,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paxkv.cache import PagedCache, init_cache
+from paxkv.cache import PagedCache
+from paxkv.compilations import num_compilations
 from paxkv.config import page_bytes, pages_of
 from paxkv.decoder import Decoder
+from paxkv.engine_checks import Limits, check_power_of_two, check_same_shapes, whole_numbers
+from paxkv.errors import DeadlineExceeded, QueueFull
 from paxkv.logits_processors import LogitsProcessor
+from paxkv.metrics import EngineStats, Latencies, Metrics
 from paxkv.models.generation import GenerationConfig
+from paxkv.preemption import Preemption, PreemptionCosts, Swapper
 from paxkv.prefix_index import NO_KEY, PrefixKey
-from paxkv.request import MAX_LOGPROBS, FinishReason, SamplingParams
+from paxkv.request import FinishReason, SamplingParams
+from paxkv.request_state import Request
+from paxkv.runner import Runner
 from paxkv.samples import sample_params
-from paxkv.scheduler import Request, Scheduler, forks
-from paxkv.slots import DEFAULT_PROCESSOR, Slots, idle_requests, init_slots
-from paxkv.steps import (
-    Burst,
-    PromptLogprobs,
-    admit_step_jit,
-    decode_loop_jit,
-    fork_all_jit,
-    prefill_step_jit,
-    settle_step_jit,
-)
-from paxkv.transfer import (
-    NUM_STOP_IDS,
-    prefixes_of,
-    rows_of,
-    table_changes,
-    take_prompt_logprobs,
-    take_tokens,
-)
+from paxkv.scheduler import Scheduler
+from paxkv.slots import DEFAULT_PROCESSOR, News, Slots
+from paxkv.steps import PromptLogprobs
+from paxkv.transfer import take_prompt_logprobs, take_tokens
 from paxkv.turns import alone
 
 _WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults(GenerationConfig())
 
 
-@dataclasses.dataclass(slots=True)
-class EngineStats:
-    """What the engine has done since it was made."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    num_preemptions: int = 0
-    peak_pages: int = 0
-    peak_tokens: int = 0  # in the cache, at the moment of most pages
-    prefix_tokens_hit: int = 0  # in the cache already when a request was admitted
-    prefix_tokens_copied: int = 0  # of these, in pages that only begin alike
-
-
 class Engine:
     """Continuous batching over a paged cache.
 
-    Several threads may use one engine: its methods take turns.
+    Several threads may use one engine: its methods take turns. `paxkv.AsyncEngine` serves asyncio.
 
         engine = Engine(decoder, num_slots=8, max_length=256, num_pages=129)
-        request = engine.add([1, 2, 3], SamplingParams(max_tokens=16).with_defaults(defaults))
-        while engine.has_work:
-            engine.step()
-        print(request.output)
+        params = SamplingParams(max_tokens=16).with_defaults(defaults)
+        request_id = engine.add(Request(prompt=[1, 2, 3], params=params))
+        for tokens in engine.stream(request_id):
+            print(tokens)
 
     Args:
         decoder: See `paxkv.decoder`.
@@ -78,14 +54,23 @@ class Engine:
         page_size: Tokens per page.
         dtype: Of keys and values.
         max_prefill_tokens: Prompt tokens in one call, a power of two.
-        max_burst: Decode steps between two looks of the host.
+        prefill_chunk: Prompt tokens stored between two bursts while requests decode, a power of
+            two: what bounds the gap between two of their tokens. `max_prefill_tokens` when None.
+        max_burst: Decode steps between two looks of the host. Bursts are of one step while a
+            prompt is being stored, and end when a request ends for which another waits.
+        max_waiting: Requests that may wait; any number when None.
+        preemption: What becomes of the tokens of a request that is sent back because the pool runs
+            short: "recompute" stores them again, "swap" copies them to the host and back, "auto"
+            takes what costs less by its own measurements.
+        max_swap_bytes: Host memory that such copies may take; as much as the pool when None.
         seed: What requests without a seed of their own draw from.
         prefix_caching: Keep the full pages of requests, while there is room, for later ones that
-            begin with the same tokens.
+            begin with the same tokens. A decoder with sliding windows keeps none.
         max_pinned_share: Of the pages, how many `warm(..., pin=True)` may keep for good. Room for
             one request of `max_length` is always left.
         processor: Changes logits before sampling; put your own behind the default ones with
             `chain`.
+        clock: Seconds from any moment on, for deadlines and latencies.
 
     Raises:
         ValueError: A size is out of range.
@@ -101,21 +86,24 @@ class Engine:
         page_size: int = 16,
         dtype: DTypeLike = jnp.float32,
         max_prefill_tokens: int = 1024,
+        prefill_chunk: int | None = None,
         max_burst: int = 32,
+        max_waiting: int | None = None,
+        preemption: Preemption = "auto",
+        max_swap_bytes: int | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
         max_pinned_share: float = 0.5,
         processor: LogitsProcessor = DEFAULT_PROCESSOR,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if max_prefill_tokens < 16 or max_prefill_tokens & (max_prefill_tokens - 1):
-            raise ValueError(f"{max_prefill_tokens=} must be a power of two, 16 or more")
-        num_slots, max_length, num_pages, page_size, max_burst, seed = (
-            _whole(name, number)
-            for name, number in {
-                "num_slots": num_slots, "max_length": max_length, "num_pages": num_pages,
-                "page_size": page_size, "max_burst": max_burst, "seed": seed,
-            }.items()
+        num_slots, max_length, num_pages, page_size, max_burst, seed = whole_numbers(
+            num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_size=page_size,
+            max_burst=max_burst, seed=seed,
         )  # fmt: skip
+        prefill_chunk = max_prefill_tokens if prefill_chunk is None else prefill_chunk
+        check_power_of_two("max_prefill_tokens", max_prefill_tokens)
+        check_power_of_two("prefill_chunk", prefill_chunk)
         if max_burst < 1:
             raise ValueError(f"{max_burst=} must be at least 1 decode step")
         if max_length < 2:
@@ -127,43 +115,68 @@ class Engine:
             )
         if not 0 <= max_pinned_share <= 1:
             raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
+        if preemption not in ("recompute", "swap", "auto"):
+            raise ValueError(f'{preemption=} must be "recompute", "swap" or "auto"')
         self.lock = threading.RLock()
-        self.decoder = decoder
         self.max_prefill_tokens = max_prefill_tokens
         self.max_burst = max_burst
         self.stats = EngineStats()
         self.page_bytes = page_bytes(decoder.layer_groups, page_size=page_size, dtype=dtype)
         self.capacity = (num_pages - 1) * page_size  # tokens that the whole pool holds
+        windows = [group.window for group in decoder.layer_groups if group.window is not None]
+        has_full = len(windows) < len(decoder.layer_groups)
+        window = None if has_full else max(windows)
+        at_once = self.capacity if window is None else window + max_prefill_tokens + page_size
         # The last token of a request is never stored, so it needs no place in the pool.
         self.max_length = min(max_length, self.capacity + 1)
-        self._max_logprobs = min(MAX_LOGPROBS, decoder.vocab_size)
-        self._seed = seed
-        self._num_added = 0
-        self._processor = processor
-        self._verdicts: list[jax.Array] = []  # of operations that must go well
+        if at_once < self.capacity:  # what a request gives back serves it again
+            self.max_length = max_length
         longest = pages_of(self.max_length - 1, page_size)
+        self._limits = Limits(
+            vocab_size=decoder.vocab_size, max_length=self.max_length, num_pages=num_pages - 1,
+            page_size=page_size,
+        )  # fmt: skip
+        self._num_added = 0
+        self._prefill_chunk = prefill_chunk
+        self._max_waiting = max_waiting
+        self._costs = PreemptionCosts(preemption)
+        self._latencies = Latencies()
+        self._clock = clock
+        self._live: dict[int, Request] = {}  # those that have not ended, and their samples
         self._scheduler = Scheduler(
             num_slots=num_slots,
             num_pages=num_pages - 1,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
-            max_pinned_pages=min(int(max_pinned_share * (num_pages - 1)), num_pages - 1 - longest),
-            shares_prefixes=prefix_caching,
+            max_pinned_pages=max(
+                0, min(int(max_pinned_share * (num_pages - 1)), num_pages - 1 - longest)
+            ),
+            shares_prefixes=prefix_caching and not windows,
+            window=window,
         )
-        self._cache = init_cache(
-            decoder.layer_groups,
+        self._runner = Runner(
+            decoder,
             num_slots=num_slots,
             max_length=self.max_length,
             num_pages=num_pages,
             page_size=page_size,
             dtype=dtype,
-        )
-        self._slots = init_slots(
-            idle_requests(num_slots, self.max_length, NUM_STOP_IDS),
             max_burst=max_burst,
-            max_logprobs=self._max_logprobs,
+            seed=seed,
+            keeps_pages=self._scheduler.shares_prefixes,
             processor=processor,
         )
+        self._swapper = Swapper(
+            self._runner,
+            self._costs,
+            max_bytes=num_pages * self.page_bytes if max_swap_bytes is None else max_swap_bytes,
+            page_bytes=self.page_bytes,
+        )
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder, with the weights of now."""
+        return self._runner.decoder
 
     @property
     def has_work(self) -> bool:
@@ -186,129 +199,150 @@ class Engine:
         return self._scheduler.page_size
 
     @alone
-    def add(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-        *,
-        prefix_key: PrefixKey = NO_KEY,
-    ) -> Request:
-        """Queues a request.
+    def add(self, request: Request) -> int:
+        """Queues a request, whose `output` (or that of its `samples`) grows with every `step`.
 
-        Args:
-            prompt: Token ids.
-            params: With nothing left open (see `SamplingParams.with_defaults`).
-            stop_token_ids: Tokens that end it, on top of those in `params`.
-            prefix_key: Only requests with an equal one share the pages of their first tokens.
+        The prompt of several samples is stored once for all that find a slot at the same time.
 
         Returns:
-            The request, whose `output` grows with every `step`.
+            Its id, for `stream` and `abort`.
 
         Raises:
             ValueError: It can never be served; the message says why and what would help.
+            QueueFull: As many requests wait as may.
         """
-        request = self.make_request(prompt, params, stop_token_ids, prefix_key=prefix_key)
-        self.queue(request)
-        return request
-
-    @alone
-    def add_samples(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-        *,
-        prefix_key: PrefixKey = NO_KEY,
-    ) -> list[Request]:
-        """Queues the `n` samples of a prompt (`best_of`, if given), each a request of its own.
-
-        The prompt is stored once for all that find a slot at the same time. Arguments and errors
-        are those of `add`.
-        """
-        samples = [
-            self.make_request(prompt, its, stop_token_ids, prefix_key=prefix_key)
-            for its in sample_params(params)
-        ]
-        for sample in samples:
-            sample.family = samples[0].id
-            self.queue(sample)
-        return samples
-
-    def make_request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop_token_ids: Sequence[int] = (),
-        *,
-        prefix_key: PrefixKey = NO_KEY,
-    ) -> Request:
-        """Like `add`, but leaves it to `queue`."""
-        if params.num_samples > 1:
-            raise ValueError(
-                f"n={params.n} and best_of={params.best_of} are {params.num_samples} requests: "
-                "use add_samples"
+        self.prepare(request)
+        parts, num_waiting = request.parts, len(self._scheduler.waiting)
+        if self._max_waiting is not None and num_waiting + len(parts) > self._max_waiting:
+            raise QueueFull(
+                f"{num_waiting} requests wait and {self._max_waiting} may, so there is no room for "
+                f"{len(parts)} more: try again later, or raise max_waiting"
             )
-        stops = tuple(dict.fromkeys((*params.stop_token_ids, *stop_token_ids)))
-        self._check(prompt, params, stops)
-        request = Request(
-            id=self._num_added,
-            prompt=list(prompt),
-            params=params,
-            stop_token_ids=stops,
-            max_num_tokens=min(len(prompt) + (params.max_tokens or 0), self.max_length),
-            prefix_key=prefix_key,
-        )
-        self._num_added += 1
-        return request
+        for part in (request, *request.samples):
+            part.added_seconds = self._clock()
+            self._live[part.id] = part
+        for part in parts:
+            self._scheduler.queue(part)
+        self.stats.prompt_tokens += len(request.prompt)
+        return request.id
 
     @alone
-    def queue(self, request: Request) -> None:
-        """Has a request of `make_request` wait for its turn."""
-        self._scheduler.waiting.append(request)
+    def prepare(self, request: Request) -> None:
+        """Checks a request and gives it an id and its samples, as `add` does, but leaves it so.
+
+        Raises:
+            ValueError: It can never be served, or was added before.
+        """
+        if request.id >= 0:
+            raise ValueError(f"the request was added before, as {request.id}: make a new one")
+        stops = (*request.params.stop_token_ids, *request.stop_token_ids)
+        request.stop_token_ids = tuple(dict.fromkeys(stops))
+        self._limits.check(request)
+        wanted = len(request.prompt) + (request.params.max_tokens or 0)
+        request.max_num_tokens = min(wanted, self.max_length)
+        request.id = self._next_id()
+        if request.params.num_samples > 1:
+            request.samples = [
+                dataclasses.replace(request, params=its, id=self._next_id(), family=request.id,
+                                    output=[], logprobs=[], prompt_logprobs=[None], path=[],
+                                    samples=[], prompt_pages=object())
+                for its in sample_params(request.params)
+            ]  # fmt: skip
 
     @alone
     def step(self, max_steps: int | None = None) -> list[Request]:
-        """Admits what fits, stores their prompts, and decodes for a burst.
+        """Admits what fits, stores prompts or a chunk of them, and decodes for a burst.
 
         Args:
             max_steps: Decode steps at most; `max_burst` when None. Short ones suit streaming.
 
         Returns:
-            The requests that have new tokens or have ended.
+            The requests that have new tokens or have ended: samples, where there are several.
         """
+        compiled, scheduler = num_compilations(), self._scheduler
+        expired = self._expire()
         num_steps = self.max_burst if max_steps is None else min(max_steps, self.max_burst)
-        admitted = self._admit(num_steps)
-        if self._scheduler.is_waiting_for_pages:
-            num_steps = min(num_steps, 1)
+        self._admit(num_steps)
         begin = time.perf_counter()
         prompt_logprobs = self._prefill()
-        self._share_prompts(forks(admitted))
+        self._fork()
         middle = time.perf_counter()
-        self._cache, self._slots, burst = decode_loop_jit(
-            self.decoder, self._cache, self._slots, np.int32(num_steps),
-            until_finish=np.bool_(len(self._scheduler.waiting) > 0),
-            keeps_pages=self._scheduler.shares_prefixes, processor=self._processor,
-        )  # fmt: skip
-        burst, prompt_logprobs, tables = self._fetch(burst, prompt_logprobs)
+        if scheduler.is_storing or scheduler.is_waiting_for_pages:
+            num_steps = min(num_steps, 1)
+        burst = self._runner.decode(num_steps, until_finish=bool(scheduler.waiting))
+        (burst, prompt_logprobs), tables = self._runner.fetch((burst, prompt_logprobs))
         self.stats.prefill_seconds += middle - begin
         self.stats.decode_seconds += time.perf_counter() - middle
         for q_lens, logprobs in prompt_logprobs:
-            take_prompt_logprobs(self._scheduler.running, q_lens, logprobs)
-        return self._take_news(burst, tables)
+            take_prompt_logprobs(scheduler.running, q_lens, logprobs)
+        changed = expired + self._take_news(burst.news, tables)
+        self.stats.num_compilations += num_compilations() - compiled
+        return changed
 
     @alone
-    def abort(self, request: Request, reason: FinishReason = "stop") -> None:
-        """Ends a request now. One that has ended already is left as it is."""
-        if request.finish_reason is not None:
-            return
-        request.finish_reason = reason
-        if request in self._scheduler.waiting:
-            self._scheduler.waiting.remove(request)
-            return
-        slot = next(slot for slot, r in self._scheduler.running.items() if r is request)
-        self._scheduler.remove(slot)
-        self._settle([slot])
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """Ends a request now, with all its samples. One that is not known any more is no error."""
+        request = self._live.get(request_id)
+        if request is not None:
+            for part in request.parts:
+                self._end(part, reason)
+
+    def stream(self, request_id: int, max_steps: int = 2) -> Iterator[list[int]]:
+        """Serves until a request ends; yields its new tokens as they come.
+
+        Other requests are served meanwhile. Leaving the loop early aborts the request.
+
+        Args:
+            request_id: Of `add`.
+            max_steps: Decode steps between two looks.
+
+        Raises:
+            ValueError: No such request is live, or it has several samples.
+            RequestError: It was not served to its end.
+        """
+        request = self._live.get(request_id)
+        if request is None:
+            raise ValueError(f"no request {request_id} waits or runs: it has ended, or never was")
+        if request.samples:
+            raise ValueError(
+                f"request {request_id} has {len(request.samples)} samples, and a stream gives one: "
+                "stream each sample by its own id, or use step"
+            )
+        return self._stream(request, max_steps)
+
+    def _stream(self, request: Request, max_steps: int) -> Iterator[list[int]]:
+        num_read = 0
+        try:
+            while True:
+                if new := request.output[num_read:]:
+                    num_read += len(new)
+                    yield new
+                elif request.error:
+                    raise request.error
+                elif request.finish_reason:
+                    return
+                else:
+                    self.step(max_steps)
+        finally:
+            self.abort(request.id)
+
+    @alone
+    def metrics(self) -> Metrics:
+        """How the engine stands now, and what it has done."""
+        scheduler = self._scheduler
+        held, in_all = scheduler.num_pages_used, scheduler.num_pages
+        reusable = scheduler.index.num_pages - scheduler.index.num_used
+        return Metrics(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            free_pages=in_all - held - reusable,
+            held_pages=held,
+            reusable_pages=reusable,
+            token_share=scheduler.num_tokens_stored / (held * self.page_size) if held else 1.0,
+            first_token_seconds=self._latencies.first_token,
+            token_gap_seconds=self._latencies.token_gap,
+            stats=dataclasses.replace(self.stats),
+        )
 
     def warm(
         self, tokens: Sequence[int], *, prefix_key: PrefixKey = NO_KEY, pin: bool = False
@@ -329,11 +363,15 @@ class Engine:
             ValueError: It cannot be stored, or pins would hold more pages than they may.
         """
         if not self._scheduler.shares_prefixes:
-            raise ValueError("prefix_caching is off, so that no prefix is kept: turn it on")
+            raise ValueError(
+                "no prefix is kept: prefix_caching is off, or the decoder has sliding windows"
+            )
         index = self._scheduler.index
         full = list(tokens[: len(tokens) - len(tokens) % self.page_size])
         if full:
-            self._store([*full, full[-1]], prefix_key)
+            request = Request(prompt=[*full, full[-1]], params=_WARMING, prefix_key=prefix_key)
+            for _ in self.stream(self.add(request)):
+                pass
         if pin:
             return index.pin(tokens, prefix_key)
         return len(index.lookup([*full, 0], prefix_key).nodes) * self.page_size
@@ -382,8 +420,7 @@ class Engine:
             RuntimeError: Requests are running.
         """
         self._refuse_while_begun("the cache that a search needs")
-        self._cache, *results = program(self.decoder, self._cache, self._slots)
-        return results
+        return self._runner.run(program)
 
     @alone
     def set_decoder(self, decoder: Decoder) -> None:
@@ -396,9 +433,9 @@ class Engine:
             RuntimeError: Requests have begun, whose keys and values are the old weights'.
         """
         self._refuse_while_begun("the old weights")
-        _check_same_shapes(self.decoder, decoder)
+        check_same_shapes(self.decoder, decoder)
         self.clear_prefixes()
-        self.decoder = jax.device_put(decoder)  # once, not at every step
+        self._runner.decoder = jax.device_put(decoder)  # once, not at every step
 
     def _refuse_while_begun(self, on_what: str) -> None:
         waiting = [request for request in self._scheduler.waiting if request.output]
@@ -407,126 +444,114 @@ class Engine:
                 f"{begun} requests are running on {on_what}: finish or abort them first"
             )
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams, stops: tuple[int, ...]) -> None:
-        vocab_size = self.decoder.vocab_size
-        if not params.is_settled:
-            raise ValueError(f"settle what is left open, with_defaults of a model: {params}")
-        if not prompt:
-            raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")
-        if not all(0 <= token < vocab_size for token in prompt):
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ValueError(f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
-        if len(prompt) >= self.max_length:
-            why = "shorten the prompt or raise max_length"
-            if self.max_length > self.capacity:
-                why = (
-                    f"the pool holds {self.capacity} tokens ({self.num_pages} pages of "
-                    f"{self.page_size}), and one more need not be stored. Shorten the prompt or "
-                    "give the KV cache more memory"
-                )
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
-                f"{self.max_length}: {why}"
-            )
-        named = (*params.stop_token_ids, *dict(params.logit_bias))
-        if wrong := [token for token in named if token >= vocab_size]:
-            raise ValueError(
-                f"stop_token_ids and logit_bias name token id {wrong[0]}, which is not in the "
-                f"vocabulary, 0 to {vocab_size - 1}"
-            )
-        if len(stops) > NUM_STOP_IDS:
-            raise ValueError(f"{len(stops)} stop tokens; a request may have {NUM_STOP_IDS}")
+    def _next_id(self) -> int:
+        self._num_added += 1
+        return self._num_added - 1
 
-    def _admit(self, num_steps: int) -> dict[int, Request]:
+    def _expire(self) -> list[Request]:
+        """Gives up requests whose deadline has passed; returns them."""
+        now, expired = self._clock(), []
+        for request in list(self._live.values()):
+            late = now - request.added_seconds
+            if request.samples or request.timeout_seconds is None or late < request.timeout_seconds:
+                continue
+            request.error = DeadlineExceeded(
+                f"not done {late:.3g} seconds after it was added, and timeout_seconds="
+                f"{request.timeout_seconds:g}; it has {len(request.output)} new tokens"
+            )
+            self._end(request, "error")
+            expired.append(request)
+        self.stats.num_expired += len(expired)
+        return expired
+
+    def _admit(self, num_steps: int) -> None:
         """Sends back whom the pool has no pages for, and lets in whom it has."""
         scheduler, sent_back = self._scheduler, []
         while scheduler.is_short:
-            sent_back.append(scheduler.preempt())
-        self.stats.num_preemptions += len(sent_back)
+            slot = scheduler.next_victim()
+            self._swapper.keep(slot, scheduler.running[slot], scheduler.waiting)
+            sent_back += scheduler.preempt()
+            self.stats.num_preemptions += 1
         admitted = scheduler.admit()
         scheduler.make_room(num_steps)
         self._settle(sent_back)
         if not admitted:
-            return admitted
-        is_new, requests = rows_of(
-            admitted, scheduler.num_slots, self.max_length, engine_seed=self._seed
-        )
-        forked = forks(admitted)
-        storing = {slot: request for slot, request in admitted.items() if slot not in forked}
-        pages, lengths = prefixes_of(storing, self._cache)
-        self._cache, self._slots, ok = admit_step_jit(
-            self._cache, self._slots, is_new, requests, pages, lengths, processor=self._processor
-        )
-        self._verdicts.append(ok)
-        self.stats.prefix_tokens_hit += int(lengths.sum())
-        self.stats.prefix_tokens_copied += int((lengths % self.page_size).sum())
+            return
+        self._runner.admit(admitted)
         scheduler.note_copied(admitted.values())
-        return admitted
+        for slot, request in admitted.items():
+            num_partial = request.num_stored % self.page_size
+            self.stats.prefix_tokens_hit += request.num_stored
+            self.stats.prefix_tokens_copied += num_partial
+            self.stats.copies_on_write += num_partial > 0
+            self.stats.swapped_tokens += self._swapper.bring_back(slot, request)
+            self.stats.recomputed_tokens += max(0, request.num_sent_back - request.num_stored)
+            request.num_sent_back = 0
 
     def _prefill(self) -> list[tuple[dict[int, int], PromptLogprobs]]:
-        """Stores the prompts of what was admitted; returns device arrays not yet fetched."""
-        outputs = []
-        num_slots = self._scheduler.num_slots
-        while plan := self._scheduler.next_prefill():
+        """Stores prompts, a chunk of them if requests decode; returns what is still to be fetched.
+
+        A chunk is what is left of it after every call, rounded down to a power of two.
+        """
+        outputs, scheduler, begin = [], self._scheduler, time.perf_counter()
+        left = self._prefill_chunk if scheduler.is_decoding else None
+        num_stored, compiled = 0, num_compilations()
+        while left is None or left >= 16:
+            most = None if left is None else 1 << (left.bit_length() - 1)
+            plan = scheduler.next_prefill(most)
+            if plan is None:
+                break
             q_lens, num_rows = plan
-            wanted = any(self._scheduler.running[slot].needs_prompt_logprobs for slot in q_lens)
-            self._cache, fits, logprobs = prefill_step_jit(
-                self.decoder, self._cache, self._slots,
-                np.array([q_lens.get(slot, 0) for slot in range(num_slots)], np.int32),
-                num_rows=num_rows, num_prompt_logprobs=self._max_logprobs if wanted else None,
-            )  # fmt: skip
-            self._verdicts.append(fits)
-            if wanted:
+            wanted = any(scheduler.running[slot].needs_prompt_logprobs for slot in q_lens)
+            logprobs = self._runner.prefill(q_lens, num_rows, wants_logprobs=wanted)
+            if logprobs is not None:
                 outputs.append((q_lens, logprobs))
             for slot, q_len in q_lens.items():
-                self._scheduler.running[slot].num_stored += q_len
-            self.stats.prefill_tokens += sum(q_lens.values())
-        jax.block_until_ready(
-            self._cache[0][1].lengths
-        )  # so that prefill and decode are told apart
+                scheduler.running[slot].num_stored += q_len
+            num_stored += sum(q_lens.values())
+            left = None if left is None else left - num_rows
+        self._runner.wait()  # so that prefill and decode are told apart
+        self.stats.prefill_tokens += num_stored
+        if num_compilations() == compiled:
+            self._costs.note_recompute(num_stored, time.perf_counter() - begin)
         return outputs
 
-    def _fetch(
-        self, burst: Burst, prompt_logprobs: list[tuple[dict[int, int], PromptLogprobs]]
-    ) -> tuple[Burst, list[tuple[dict[int, int], PromptLogprobs]], list[np.ndarray]]:
-        """Brings what a step did to the host, and the layer groups' tables if they are needed."""
-        is_needed = self._scheduler.shares_prefixes
-        tables = [table.block_tables for _, table in self._cache] if is_needed else []
-        verdicts, self._verdicts = self._verdicts, []
-        burst, prompt_logprobs, tables, verdicts = jax.device_get(
-            (burst, prompt_logprobs, tables, verdicts)
-        )
-        if not all(verdicts):
-            raise RuntimeError(
-                f"{len(verdicts) - sum(verdicts)} operations on the cache were refused: the block "
-                "tables are not what the scheduler takes them for, which is a fault of paxkv"
-            )
-        return burst, prompt_logprobs, tables
+    def _fork(self) -> None:
+        """Has samples go on from the prompt that one of them has stored."""
+        ready = self._scheduler.take_forks()
+        self._runner.fork(ready)
+        forked = [self._scheduler.running[slot] for slot in ready]
+        # The page that is half full is copied when they write to it; one of them all keeps it.
+        self.stats.copies_on_write += sum(r.num_stored % self.page_size > 0 for r in forked)
 
-    def _share_prompts(self, parents: Mapping[int, int]) -> None:
-        """Has slots begin with the stored prompt of their parent's."""
-        if parents:
-            slots = range(self._scheduler.num_slots)
-            rows = np.array([parents.get(slot, slot) for slot in slots], np.int32)
-            self._cache, ok = fork_all_jit(self._cache, rows)
-            self._verdicts.append(ok)
-
-    def _take_news(self, burst: Burst, tables: list[np.ndarray]) -> list[Request]:
-        changed, scheduler = [], self._scheduler
+    def _take_news(self, news: News, tables: list[np.ndarray]) -> list[Request]:
+        changed, scheduler, now = [], self._scheduler, self._clock()
         for slot, request in scheduler.running.items():
-            is_new = take_tokens(request, burst.news, slot)
-            self.stats.decode_tokens += int(burst.news.counts[slot])
-            request.num_stored = request.num_tokens - 1
-            if is_new or request.finish_reason:
+            num_new = take_tokens(request, news, slot)
+            self.stats.decode_tokens += num_new
+            if num_new:
+                self._note_latency(request, num_new, now)
+                request.num_stored = request.num_tokens - 1
+            if num_new or request.finish_reason:
                 changed.append(request)
             if scheduler.shares_prefixes and request.finish_reason != "error":
                 scheduler.note_written(request, [table[slot] for table in tables])
         self._note_peak()
-        ended = [slot for slot, request in scheduler.running.items() if request.finish_reason]
-        for slot in ended:
-            scheduler.remove(slot)
-        self._settle(ended if scheduler.shares_prefixes else [])
+        done = []
+        for request in changed:
+            if request.finish_reason:
+                done += scheduler.remove(scheduler.slot_of(request))
+                self._forget(request)
+        self._settle(done if scheduler.shares_prefixes else [])
         return changed
+
+    def _note_latency(self, request: Request, num_new: int, now: float) -> None:
+        before = request.last_token_seconds
+        if before is None:
+            self._latencies.note(1, now - request.added_seconds, are_first=True)
+        else:
+            self._latencies.note(num_new, now - before, are_first=False)
+        request.last_token_seconds = now
 
     def _note_peak(self) -> None:
         num_pages = self._scheduler.num_pages_used
@@ -534,44 +559,25 @@ class Engine:
             self.stats.peak_pages = num_pages
             self.stats.peak_tokens = self._scheduler.num_tokens_stored
 
-    def _settle(self, done: Sequence[int] = ()) -> None:
-        """Releases slots, and tells the block tables what the prefix index holds now."""
-        changes = self._scheduler.index.take_changes()
-        if not done and not changes:
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Takes a request that waits or runs out, if it has not ended already."""
+        if request.finish_reason is not None:
             return
-        holds, same_as = table_changes(changes, self._cache)
-        is_done = np.isin(np.arange(self._scheduler.num_slots), done)
-        self._cache, self._slots, ok = settle_step_jit(
-            self._cache, self._slots, is_done, holds, same_as
-        )
-        self._verdicts.append(ok)
+        request.finish_reason, request.swapped = reason, None
+        self._forget(request)
+        if request in self._scheduler.waiting:
+            self._scheduler.waiting.remove(request)
+        else:
+            self._settle(self._scheduler.remove(self._scheduler.slot_of(request)))
 
-    def _store(self, tokens: Sequence[int], prefix_key: PrefixKey) -> None:
-        """Serves a request for the sake of what it leaves in the cache."""
-        request = self.add(tokens, _WARMING, prefix_key=prefix_key)
-        try:
-            while request.finish_reason is None:
-                self.step()
-        finally:
-            self.abort(request)
+    def _forget(self, ended: Request) -> None:
+        """Drops a request that has ended, and, with the last of its samples, the whole."""
+        self._live.pop(ended.id, None)
+        whole = self._live.get(ended.family) if ended.family is not None else None
+        if whole and all(sample.finish_reason for sample in whole.samples):
+            whole.finish_reason, whole.error = ended.finish_reason, ended.error
+            del self._live[whole.id]
 
-
-def _whole(name: str, number: object) -> int:
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name}={number!r} must be a whole number") from None
-
-
-def _check_same_shapes(old: Decoder, new: Decoder) -> None:
-    """Raises a ValueError that names the first weight of another shape or dtype."""
-    old_leaves, old_tree = jax.tree.flatten_with_path(jax.eval_shape(lambda: old))
-    new_leaves, new_tree = jax.tree.flatten_with_path(jax.eval_shape(lambda: new))
-    if old_tree != new_tree:
-        raise ValueError("the new weights differ from the old ones in structure")
-    for (path, was), (_, found) in zip(old_leaves, new_leaves, strict=True):
-        if (was.shape, was.dtype) != (found.shape, found.dtype):
-            raise ValueError(
-                f"the new weights differ from the old ones: {jax.tree_util.keystr(path)} is "
-                f"{found.dtype}{list(found.shape)} and was {was.dtype}{list(was.shape)}"
-            )
+    def _settle(self, done: Sequence[int] = ()) -> None:
+        """Has slots released, and the block tables told what the prefix index holds now."""
+        self._runner.settle(done, self._scheduler.index.take_changes())

@@ -28,8 +28,8 @@ from paxkv.models.tokenizer import Tokenizer
 from paxkv.models.weights import OnProgress
 from paxkv.output_text import OutputSamples, OutputText
 from paxkv.request import Completion, SamplingParams
+from paxkv.request_state import Request
 from paxkv.samples import best_samples
-from paxkv.scheduler import Request
 from paxkv.slots import DEFAULT_PROCESSOR
 
 type Prompt = str | Sequence[int]  # text or token ids
@@ -177,24 +177,23 @@ class LLM:
         try:
             for i, (prompt, its) in enumerate(zip(prompts, _each(params, prompts), strict=True)):
                 try:
-                    requests = self._add(prompt, its)
+                    request = self._add(prompt, its)
                 except ValueError as error:
                     yield i, _refused(prompt, error)
                 else:
-                    running[i] = OutputSamples(requests, its, self.tokenizer)
+                    running[i] = OutputSamples(request, self.tokenizer)
             while running:
                 self._step(running.values())
                 # The caller may use this LLM between two yields, so any request may have news.
                 for i, samples in list(running.items()):
-                    for request in samples.advance():
-                        self.engine.abort(request)
+                    for sample in samples.advance():
+                        self.engine.abort(sample.id, "stop")
                     if samples.has_ended:
                         del running[i]
                         yield i, samples.completion()
         finally:
             for samples in running.values():
-                for request in samples.requests:
-                    self.engine.abort(request)
+                self.engine.abort(samples.request.id)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -213,14 +212,14 @@ class LLM:
                 f"n={params.n} and best_of={params.best_of} draw {params.num_samples} samples, and "
                 "a stream gives one: use generate or as_completed"
             )
-        [request] = self._add(prompt, params)
+        request = self._add(prompt, params)
         output = OutputText(request, self.tokenizer)
         try:
             while True:
                 self.engine.step(_STREAM_BURST)
                 text = output.advance()
                 if output.has_stopped:
-                    self.engine.abort(request)
+                    self.engine.abort(request.id, "stop")
                 if request.finish_reason is not None:
                     completion = best_samples([output.completion()], params)
                     yield StreamPiece(text=text, completion=completion)
@@ -228,7 +227,7 @@ class LLM:
                 if text:
                     yield StreamPiece(text=text)
         finally:
-            self.engine.abort(request)
+            self.engine.abort(request.id)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
@@ -299,7 +298,9 @@ class LLM:
         for i, prompt in enumerate(_as_list(prompts)):
             answers.append([])
             try:
-                requests[i] = self.engine.make_request(*self._asked(prompt, params))
+                request = self._asked(prompt, params)
+                self.engine.prepare(request)
+                requests[i] = request
             except ValueError as error:
                 answers[i] = [_refused(prompt, error)]
         found = search_beams(self.engine, list(requests.values()), beams)
@@ -333,20 +334,23 @@ class LLM:
         """
         self.engine.set_decoder(nnx.merge(nnx.graphdef(self.engine.decoder), weights))
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        return self.engine.add_samples(*self._asked(prompt, params))
+    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        request = self._asked(prompt, params)
+        self.engine.add(request)
+        return request
 
-    def _asked(
-        self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[list[int], SamplingParams, tuple[int, ...]]:
-        """What is asked of the engine: tokens, settings, and the tokens that end the text."""
+    def _asked(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """What is asked of the engine."""
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 f"stop={params.stop!r} is looked for in text, and there is no tokenizer: stop at "
                 "stop_token_ids, or give LLM a tokenizer"
             )
-        eos = () if params.ignore_eos else self.generation.eos_token_ids
-        return self._tokens_of(prompt), params.with_defaults(self.generation), eos
+        return Request(
+            prompt=self._tokens_of(prompt),
+            params=params.with_defaults(self.generation),
+            stop_token_ids=() if params.ignore_eos else self.generation.eos_token_ids,
+        )
 
     def _completion(self, request: Request, found: Found) -> Completion:
         reason = "stop" if found.is_stopped else "length"
@@ -358,7 +362,7 @@ class LLM:
         return dataclasses.replace(output.completion(), score=found.score)
 
     def _step(self, running: Iterable[OutputSamples]) -> None:
-        has_stops = any(samples.params.stop for samples in running)
+        has_stops = any(samples.request.params.stop for samples in running)
         self.engine.step(_STOP_STRING_BURST if has_stops else None)
 
     def _tokens_of(self, prompt: Prompt) -> list[int]:

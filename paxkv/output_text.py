@@ -1,15 +1,11 @@
 """The text of a request's output while it grows."""
 
-from collections.abc import Sequence
-
 from paxkv.models.detokenizer import Detokenizer
 from paxkv.models.tokenizer import Tokenizer
-from paxkv.request import Completion, SamplingParams
+from paxkv.request import Completion
+from paxkv.request_state import Request
 from paxkv.samples import best_samples
-from paxkv.scheduler import Request
 from paxkv.stop_strings import StopStrings
-
-_NO_TOKEN = "no token could be chosen: the logits hold NaN or infinity, or every token is forbidden"
 
 
 class OutputText:
@@ -56,7 +52,7 @@ class OutputText:
             prompt_token_ids=request.prompt,
             logprobs=None if params.logprobs is None else request.logprobs[: self._num_read],
             prompt_logprobs=None if params.prompt_logprobs is None else request.prompt_logprobs,
-            error=_NO_TOKEN if reason == "error" else None,
+            error=str(request.error) if request.error else None,
         )
 
     def _spell(self, token: int) -> str:
@@ -70,17 +66,13 @@ class OutputSamples:
     """The text of all samples of one prompt while they grow.
 
     Args:
-        requests: One for each sample, see `Engine.add_samples`.
-        params: What was asked for.
+        request: Its `samples` are read, or itself if it is the only one.
         tokenizer: None where there is none.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], params: SamplingParams, tokenizer: Tokenizer | None
-    ) -> None:
-        self.requests = requests
-        self.params = params
-        self._outputs = [OutputText(request, tokenizer) for request in requests]
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self._outputs = [OutputText(part, tokenizer) for part in request.parts]
         self._growing = list(self._outputs)
 
     @property
@@ -102,4 +94,4 @@ class OutputSamples:
 
     def completion(self) -> Completion:
         """The answer, once all samples have ended."""
-        return best_samples([output.completion() for output in self._outputs], self.params)
+        return best_samples([output.completion() for output in self._outputs], self.request.params)

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Protocol, Self
 
-type FinishReason = Literal["stop", "length", "error"]
+type FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20  # best tokens listed at each place
 MAX_LOGIT_BIASES = 300  # tokens of one request, as in OpenAI's interface

@@ -4,58 +4,18 @@ Plain Python on counts. The pages a request holds follow from how many of its to
 and which of them others may share from the prefix index, so nothing here needs to ask the device.
 """
 
+import bisect
 import collections
-import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from paxkv.prefix_index import NO_KEY, Hit, Node, PrefixIndex, PrefixKey, common_length
-from paxkv.request import FinishReason, SamplingParams, TokenLogprob
+from paxkv.prefix_index import Hit, PrefixIndex, common_length
+from paxkv.request_state import Request
 
 _SMALLEST_BUCKET = 16  # tokens
 _WORTH_PADDING = 0.75  # a bucket filled less is left for the next smaller one
 _WORTH_WAITING = 128  # tokens: to store as many takes longer than a decode step
-
-
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """One prompt on its way: what was asked for, and what there is of the answer."""
-
-    id: int
-    prompt: list[int]
-    params: SamplingParams  # settled: nothing left to the model's defaults
-    stop_token_ids: tuple[int, ...]
-    max_num_tokens: int  # prompt and output
-    prefix_key: PrefixKey = NO_KEY
-    output: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=lambda: [None])
-    num_stored: int = 0  # tokens in the cache
-    path: list[Node] = dataclasses.field(default_factory=list)  # its first pages, in the index
-    copied: Node | None = None  # whose first tokens it begins with after these, in a copy
-    family: int | None = None  # samples of one prompt have the same
-    prompt_pages: object = dataclasses.field(default_factory=object)  # held by who has the same
-    finish_reason: FinishReason | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output so far."""
-        return self.tokens_from(0)
-
-    def tokens_from(self, start: int) -> list[int]:
-        """Those at `start` and after it."""
-        return self.prompt[start:] + self.output[max(0, start - len(self.prompt)) :]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many these are."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def needs_prompt_logprobs(self) -> bool:
-        """Whether its prompt has to go through the decoder; not so when it begins again."""
-        wanted = self.params.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < len(self.prompt)
 
 
 def bucket(num_tokens: int) -> int:
@@ -68,13 +28,6 @@ def bucket(num_tokens: int) -> int:
     above = max(_SMALLEST_BUCKET, 1 << (num_tokens - 1).bit_length())
     is_worth_it = num_tokens > _WORTH_PADDING * above
     return above if is_worth_it or above == _SMALLEST_BUCKET else above // 2
-
-
-def forks(admitted: Mapping[int, Request]) -> dict[int, int]:
-    """Which slots are to be forked, and from which: samples of what has a slot before them."""
-    first: dict[object, int] = {}
-    parents = {slot: first.setdefault(its.prompt_pages, slot) for slot, its in admitted.items()}
-    return {slot: parent for slot, parent in parents.items() if slot != parent}
 
 
 def _first_sample(request: Request, admitted: Iterable[Request]) -> Request | None:
@@ -96,8 +49,11 @@ def plan_prefill(left: Mapping[int, int], max_tokens: int) -> tuple[dict[int, in
     return {slot: q_len for slot, q_len in q_lens.items() if q_len}, num_rows
 
 
+_in_turn = operator.attrgetter("priority", "id")  # sorts requests in the order they are served in
+
+
 class Scheduler:
-    """First come, first served; a slot is refilled when its request ends.
+    """First come, first served, by priority; a slot is refilled when its request ends.
 
     Args:
         num_slots: Requests that run at once.
@@ -106,6 +62,8 @@ class Scheduler:
         max_prefill_tokens: Prompt tokens in one call, a power of two.
         max_pinned_pages: Pages that pinned prefixes may hold.
         shares_prefixes: Whether requests may begin with what others have stored.
+        window: Tokens that any layer sees of a sequence, which gives back the pages of older ones.
+            With prefixes shared it must be None, for all of them: these pages would be missing.
     """
 
     def __init__(
@@ -117,35 +75,53 @@ class Scheduler:
         max_prefill_tokens: int,
         max_pinned_pages: int = 0,
         shares_prefixes: bool = True,
+        window: int | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_prefill_tokens = max_prefill_tokens
         self.shares_prefixes = shares_prefixes
+        self.window = window
         self.index = PrefixIndex(page_size=page_size, max_pinned_pages=max_pinned_pages)
-        self.waiting: collections.deque[Request] = collections.deque()
-        self.running: dict[int, Request] = {}  # by slot, oldest first
+        self.waiting: list[Request] = []  # in the order in which they are to be admitted
+        self.running: dict[int, Request] = {}  # by slot, those admitted first in front
         self.is_waiting_for_pages = False  # for tokens that another request is about to store
 
     @property
     def num_pages_used(self) -> int:
         """Pages of requests that run and of pinned prefixes, shared ones counted once."""
-        running = self.running.values()
-        own = sum(self._pages(r.num_stored) - len(r.path) for r in running)
-        return own - self._num_repeated(running) + self.index.num_used
+        own = sum(self._pages(r.num_stored) - len(r.path) for r in self._storing())
+        return own - self._num_repeated(self._storing()) + self.index.num_used
 
     @property
     def num_tokens_stored(self) -> int:
         """Tokens in these pages."""
-        running = self.running.values()
-        own = sum(r.num_stored - len(r.path) * self.page_size for r in running)
-        return own + (self.index.num_used - self._num_repeated(running)) * self.page_size
+        own = sum(
+            r.num_stored - (len(r.path) + self._pages_left(r.num_stored)) * self.page_size
+            for r in self._storing()
+        )
+        shared = self.index.num_used - self._num_repeated(self._storing())
+        return own + shared * self.page_size
 
     @property
     def is_short(self) -> bool:
         """Whether the next step would take more pages than there are, reusable ones given up."""
         return self._own_pages(num_steps=1) + self.index.num_used > self.num_pages
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a running request has tokens left to store before it can decode."""
+        return any(r.waits_for or r.num_left for r in self.running.values())
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a running request has none."""
+        return any(not r.waits_for and not r.num_left for r in self.running.values())
+
+    def queue(self, request: Request) -> None:
+        """Has a request wait for its turn."""
+        bisect.insort(self.waiting, request, key=_in_turn)
 
     def admit(self) -> dict[int, Request]:
         """Moves waiting requests into free slots while the pool has pages for them.
@@ -154,10 +130,9 @@ class Scheduler:
         fit, so that the next steps do not drive it out again. Alone it always fits. It begins with
         the tokens that the index has. The page in `copied` is kept until `note_copied`. Samples of
         one prompt that are admitted together hold its pages together: the first of them stores it,
-        the others are to be forked from that one then (see `forks`).
+        the others wait for that (see `take_forks`).
         """
         admitted: dict[int, Request] = {}
-        forked = []
         self.is_waiting_for_pages = False
         while self.waiting and len(self.running) < self.num_slots:
             request = self.waiting[0]
@@ -168,19 +143,30 @@ class Scheduler:
                 hit = Hit(hit.nodes)  # perhaps without a page that is kept only to be copied
                 if self.running and not self._fits(request, hit):
                     break
-            if not first and self._is_stored_soon(request, hit, admitted.values()):
+            if not first and self._is_stored_soon(request, hit):
                 self.is_waiting_for_pages = True
                 break
             slot = min(set(range(self.num_slots)) - self.running.keys())
-            admitted[slot] = self.running[slot] = self.waiting.popleft()
+            admitted[slot] = self.running[slot] = self.waiting.pop(0)
             request.path, request.copied = hit.nodes, hit.partial
-            request.num_stored = len(hit.nodes) * self.page_size + hit.num_partial
+            request.waits_for = first
+            if not first:
+                request.num_stored = len(hit.nodes) * self.page_size + hit.num_partial
             self.index.use(hit.all_nodes)
-            if first:
-                forked.append(request)
-        for request in forked:
-            request.num_stored = len(request.prompt) - 1
         return admitted
+
+    def take_forks(self) -> dict[int, int]:
+        """Slots that can be forked now, each with the one that has stored its prompt."""
+        slot_of = {id(r): slot for slot, r in self.running.items()}
+        ready = {
+            slot: slot_of[id(r.waits_for)]
+            for slot, r in self.running.items()
+            if r.waits_for and not r.waits_for.num_left
+        }
+        for slot in ready:
+            request = self.running[slot]
+            request.num_stored, request.waits_for = len(request.prompt) - 1, None
+        return ready
 
     def note_copied(self, admitted: Iterable[Request]) -> None:
         """Notes that requests have copied what they begin with and do not share."""
@@ -202,13 +188,17 @@ class Scheduler:
         self.index.evict(max(0, wanted - (self.num_pages - self.index.num_pages)))
         return self.num_pages - self.index.num_pages
 
-    def next_prefill(self) -> tuple[dict[int, int], int] | None:
+    def next_prefill(self, max_tokens: int | None = None) -> tuple[dict[int, int], int] | None:
         """The next prompt tokens to store: how many of each slot, and the rows of the call.
 
-        None when every running request has only its newest token left, which decode takes.
+        Args:
+            max_tokens: Rows at most, a power of two; `max_prefill_tokens` when None.
+
+        Returns:
+            None when every running request has only its newest token left, which decode takes.
         """
-        left = {slot: r.num_tokens - 1 - r.num_stored for slot, r in self.running.items()}
-        return plan_prefill(left, self.max_prefill_tokens)
+        left = {slot: r.num_left for slot, r in self.running.items() if not r.waits_for}
+        return plan_prefill(left, max_tokens or self.max_prefill_tokens)
 
     def note_written(self, request: Request, rows: Sequence[Sequence[int]]) -> None:
         """Puts the full pages of a running request into the index.
@@ -225,49 +215,74 @@ class Scheduler:
                 break  # the null page: it has left a window
             self.index.extend(request.path, in_page, pages, request.prefix_key)
 
-    def remove(self, slot: int) -> None:
-        """Takes a request out of its slot, whose pages must be released."""
+    def remove(self, slot: int) -> list[int]:
+        """Takes a request out of its slot.
+
+        Returns:
+            The slots whose pages must be released: its own, and those of samples that waited for
+            what it was to store. These wait for their turn again.
+        """
         request = self.running.pop(slot)
         self.index.release(request.path)
-        request.path = []
+        request.path, request.waits_for = [], None
+        orphans = [its for its, r in self.running.items() if r.waits_for is request]
+        for orphan in orphans:
+            self._send_back(orphan)
+        return [slot, *orphans]
 
-    def preempt(self) -> int:
-        """Sends the newest request back to the front of the queue; its pages must be released.
+    def next_victim(self) -> int:
+        """The slot that `preempt` would take: of the last in turn of those running."""
+        return max(self.running, key=lambda slot: _in_turn(self.running[slot]))
+
+    def preempt(self) -> list[int]:
+        """Sends the last in turn of those running back to the queue.
 
         It keeps its output, and begins again by storing prompt and output.
 
         Returns:
-            Its slot.
+            The slots whose pages must be released, its own first.
         """
-        slot, request = next(reversed(self.running.items()))
-        self.remove(slot)
-        request.num_stored = 0
-        self.waiting.appendleft(request)
-        return slot
+        return self._send_back(self.next_victim())
+
+    def slot_of(self, request: Request) -> int:
+        """Where a running request is."""
+        return next(slot for slot, r in self.running.items() if r is request)
+
+    def _send_back(self, slot: int) -> list[int]:
+        request = self.running[slot]
+        slots = self.remove(slot)
+        request.num_sent_back, request.num_stored = request.num_stored, 0
+        self.queue(request)
+        return slots
+
+    def _storing(self) -> list[Request]:
+        """The running requests that have pages, or are about to: not those that will be forked."""
+        return [r for r in self.running.values() if not r.waits_for]
 
     def _lookup(self, request: Request) -> Hit:
         if request.needs_prompt_logprobs:
             return Hit([])  # they come of computing every token
-        return self.index.lookup(request.tokens, request.prefix_key)
+        hit = self.index.lookup(request.tokens, request.prefix_key)
+        return Hit(hit.nodes) if request.swapped else hit  # which has what else it had stored
 
     def _fits(self, request: Request, hit: Hit) -> bool:
         running = self.running.values()
-        promised = sum(self._pages(r.num_tokens) + 1 - len(r.path) for r in running)
+        promised = sum(self._pages_at_most(r, r.num_tokens) + 1 - len(r.path) for r in running)
         promised -= self._num_repeated(running)
         is_repeated = any(r.prompt_pages is request.prompt_pages for r in running)
         num_shared = self._prompt_pages(request) if is_repeated else len(hit.nodes)
-        wanted = self._pages(request.num_tokens) + 1 - num_shared
+        wanted = self._pages_at_most(request, request.num_tokens) + 1 - num_shared
         kept = self.index.num_used + sum(not node.num_users for node in hit.all_nodes)
         return promised + wanted + kept <= self.num_pages
 
-    def _is_stored_soon(self, request: Request, hit: Hit, admitted: Iterable[Request]) -> bool:
-        """Whether one of those just admitted stores many tokens that this one could begin with."""
+    def _is_stored_soon(self, request: Request, hit: Hit) -> bool:
+        """Whether a running request is storing many tokens that this one could begin with."""
         if request.needs_prompt_logprobs or not self.shares_prefixes:
             return False
         shared = [
             common_length(request.tokens[:-1], other.tokens[:-1])
-            for other in admitted
-            if other.prefix_key == request.prefix_key
+            for other in self.running.values()
+            if other.num_left and other.prefix_key == request.prefix_key
         ]
         return max(shared, default=0) - len(hit.nodes) * self.page_size >= _WORTH_WAITING
 
@@ -275,7 +290,9 @@ class Scheduler:
         """Pages of the running requests besides those in the index, after some decode steps."""
         running = self.running.values()
         ends = ((r, r.num_tokens - 1 + num_steps) for r in running)
-        own = sum(self._pages(min(end, r.max_num_tokens - 1)) - len(r.path) for r, end in ends)
+        own = sum(
+            self._pages_at_most(r, min(end, r.max_num_tokens - 1)) - len(r.path) for r, end in ends
+        )
         return own - self._num_repeated(running)
 
     def _num_repeated(self, requests: Iterable[Request]) -> int:
@@ -283,16 +300,33 @@ class Scheduler:
 
         Half-full ones are not, since every sample writes to it in the next step.
         """
-        seen, repeated = set(), 0
-        for request in requests:
-            if request.prompt_pages in seen:
-                repeated += max(0, self._prompt_pages(request) - len(request.path))
-            seen.add(request.prompt_pages)
-        return repeated
+        held: dict[object, list[int]] = collections.defaultdict(list)
+        for r in requests:
+            others = max(len(r.path), self._pages_left(r.num_stored))  # not its own, or no more
+            held[r.prompt_pages].append(max(0, self._prompt_pages(r) - others))
+        return sum(sum(pages) - max(pages) for pages in held.values())
 
     def _prompt_pages(self, request: Request) -> int:
         """Full pages of the prompt that is stored before decoding."""
         return (len(request.prompt) - 1) // self.page_size
 
     def _pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        """Pages of a sequence that has stored so many tokens."""
+        return -(-num_tokens // self.page_size) - self._pages_left(num_tokens)
+
+    def _pages_at_most(self, request: Request, num_tokens: int) -> int:
+        """Pages that a request needs on its way to so many tokens, what it then gives back too.
+
+        With a window it never holds more than the window, what one call stores, and two half pages.
+        """
+        most = -(-num_tokens // self.page_size)
+        if self.window is None:
+            return most
+        at_once = self.max_prefill_tokens if request.num_left else 1
+        return min(most, -(-(self.window + at_once) // self.page_size) + 1)
+
+    def _pages_left(self, num_tokens: int) -> int:
+        """Pages of these that it has given up (see `paxkv.windows`)."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens - (self.window - 1)) // self.page_size

@@ -25,6 +25,7 @@ from paxkv.cache import (
     append_all,
     fork_all,
     release_all,
+    release_windows,
     reserve_all,
     settle_all,
 )
@@ -34,6 +35,7 @@ from paxkv.logits_processors import LogitsProcessor
 from paxkv.pallas_kernels.ragged import Ragged
 from paxkv.sampling import log_probabilities, sample
 from paxkv.slots import DEFAULT_PROCESSOR, Finish, News, Requests, Slots, admit, view_of
+from paxkv.swap import swap_in, swap_out
 
 _LOGPROB_ROWS = 64  # rows of prompt logits `[rows, V]` that exist at once
 
@@ -219,6 +221,8 @@ def store(
 ) -> tuple[PagedCache, jax.Array, jax.Array, CacheView]:
     """Runs the decoder on the next `q_lens` tokens of each slot, which stores them.
 
+    Pages that leave a sliding window with them are given back.
+
     Args:
         decoder: See `paxkv.decoder`.
         cache: Pages are reserved for the tokens; if the pool is short, nothing happens at all.
@@ -237,6 +241,7 @@ def store(
     tokens = jnp.where(rows.is_token, tokens_at(rows), 0)
     hidden, view = decoder(tokens, rows.positions, view)
     cache, _ = append_all(tuple(zip(view.pools, view.tables, strict=True)), q_lens)
+    cache, _ = release_windows(cache, decoder.layer_groups)
     return cache, fits, hidden, view
 
 
@@ -385,3 +390,5 @@ admit_step_jit = jax.jit(
 )
 settle_step_jit = jax.jit(settle_step, donate_argnames=("cache", "slots"))
 fork_all_jit = jax.jit(fork_all, donate_argnames="cache")
+swap_out_jit = jax.jit(swap_out, static_argnames="num_pages")
+swap_in_jit = jax.jit(swap_in, donate_argnames="cache")

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 
 from paxkv.cache import PagedCache
+from paxkv.errors import NoToken
 from paxkv.prefix_index import PageChanges
 from paxkv.request import FinishReason, TokenLogprob
+from paxkv.request_state import Request
 from paxkv.sampling import request_key
-from paxkv.scheduler import Request
 from paxkv.slots import Finish, News, Requests, idle_requests
 from paxkv.steps import PromptLogprobs
 
@@ -98,8 +99,8 @@ def table_changes(changes: PageChanges, cache: PagedCache) -> tuple[np.ndarray, 
     return holds, same_as
 
 
-def take_tokens(request: Request, news: News, slot: int) -> bool:
-    """Adds what a slot has sampled to its request; whether there was anything."""
+def take_tokens(request: Request, news: News, slot: int) -> int:
+    """Adds what a slot has sampled to its request; returns how many tokens that were."""
     count = int(news.counts[slot])
     request.output += news.tokens[slot, :count].tolist()
     if request.params.logprobs is not None:
@@ -113,7 +114,11 @@ def take_tokens(request: Request, news: News, slot: int) -> bool:
                 )
             )
     request.finish_reason = _REASONS[int(news.finish[slot])]
-    return count > 0
+    if request.finish_reason == "error":
+        request.error = NoToken(
+            "no token could be chosen: the logits hold NaN or infinity, or every token is forbidden"
+        )
+    return count
 
 
 def take_prompt_logprobs(

@@ -18,7 +18,7 @@ from paxkv.models.config import DecoderConfig
 from paxkv.models.generation import GenerationConfig
 from paxkv.models.llama import LlamaDecoder
 from paxkv.request import SamplingParams
-from paxkv.scheduler import Request
+from paxkv.request_state import Request
 
 VOCAB = 64
 NEAR_TIE = 1e-3  # where two logits differ by less, float32 may choose either
@@ -102,6 +102,13 @@ def make_engine(decoder: Decoder, **sizes) -> Engine:
     return Engine(decoder, **(defaults | sizes))
 
 
+def add(engine: Engine, prompt: Sequence[int], params: SamplingParams, **choices: Any) -> Request:
+    """Adds a request, and returns it."""
+    request = Request(prompt=list(prompt), params=params, **choices)
+    engine.add(request)
+    return request
+
+
 def run(engine: Engine, max_steps: int | None = None) -> None:
     """Serves all that was added. The tables are checked after every step, the pool at the end."""
     while engine.has_work:
@@ -113,9 +120,9 @@ def run(engine: Engine, max_steps: int | None = None) -> None:
 def check_engine(engine: Engine) -> None:
     """Checks the tables, and that the host's count of pages is the device's."""
     index = engine._scheduler.index
-    for group, (_, table) in enumerate(engine._cache):
+    for group, (_, table) in enumerate(engine._runner.cache):
         check_integrity(table, held_by_index(engine, group))
-    num_taken = int(np.sum(np.asarray(engine._cache[0][1].ref_counts) > 0)) - 1
+    num_taken = int(np.sum(np.asarray(engine._runner.cache[0][1].ref_counts) > 0)) - 1
     num_reusable = index.num_pages - index.num_used
     assert num_taken == engine._scheduler.num_pages_used + num_reusable
 
@@ -130,7 +137,7 @@ def held_by_index(engine: Engine, group: int = 0) -> np.ndarray:
 
 def pages_held(engine: Engine) -> int:
     """Pages of the first layer group that requests hold, the null page left out."""
-    counts = np.asarray(engine._cache[0][1].ref_counts) - held_by_index(engine)
+    counts = np.asarray(engine._runner.cache[0][1].ref_counts) - held_by_index(engine)
     return int(np.sum(counts > 0)) - 1
 
 
@@ -138,7 +145,7 @@ def serve(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, **stops
 ) -> list[Request]:
     """Adds prompts, serves them, and returns their requests."""
-    requests = [engine.add(prompt, params, **stops) for prompt in prompts]
+    requests = [add(engine, prompt, params, **stops) for prompt in prompts]
     run(engine)
     return requests
 

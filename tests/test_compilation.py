@@ -12,6 +12,7 @@ import pytest
 from helpers import (
     VOCAB,
     StubDecoder,
+    add,
     assert_greedy,
     make_engine,
     random_prompts,
@@ -58,7 +59,7 @@ def programs() -> dict[str, jax.stages.Compiled]:
     """The programs that change the pool, compiled as the engine calls them."""
     decoder = tiny_decoder()
     engine = large_engine(decoder)
-    cache, slots = engine._cache, engine._slots
+    cache, slots = engine._runner.cache, engine._runner.slots
     q_lens, done = np.zeros(NUM_SLOTS, np.int32), np.zeros(NUM_SLOTS, bool)
     pages = np.zeros((1, *cache[0][1].block_tables.shape), np.int32)
     same_as = np.arange(NUM_PAGES, dtype=np.int32)[None]
@@ -113,9 +114,9 @@ def test_fifty_steps_keep_one_pool_alive_and_move_nothing_to_the_host(programs):
     decoder, before = tiny_decoder(), live_bytes()
     engine = large_engine(decoder)
     for prompt in random_prompts([21, 21, 21, 21]):
-        engine.add(prompt, settled(max_tokens=43))
+        add(engine, prompt, settled(max_tokens=43))
     engine._admit(1)
-    cache, slots = engine._cache, engine._slots
+    cache, slots = engine._runner.cache, engine._runner.slots
     del engine
     pool_bytes = sum(array.nbytes for array in pools_of(cache))
     assert pool_bytes > 64_000_000
@@ -145,8 +146,8 @@ def test_fifty_steps_keep_one_pool_alive_and_move_nothing_to_the_host(programs):
 
 def test_slots_that_are_admitted_take_the_place_of_the_old():
     engine = make_engine(tiny_decoder())
-    engine.add([1, 2], settled())
-    old = jax.tree.leaves(engine._slots)
+    add(engine, [1, 2], settled())
+    old = jax.tree.leaves(engine._runner.slots)
     engine._admit(1)
     assert all(array.is_deleted() for array in old)
 
@@ -164,9 +165,9 @@ def warm() -> tuple[Engine, list[str]]:
     rng = np.random.default_rng(0)
     with counted_compilations() as names:
         serve_counter(engine, rng.permutation(np.linspace(1, 1500, 200, dtype=int)))
-        request = engine.add([1], settled(max_tokens=64))
+        request = add(engine, [1], settled(max_tokens=64))
         engine.step()
-        engine.abort(request)
+        engine.abort(request.id)
     return engine, names
 
 
@@ -175,7 +176,7 @@ def serve_counter(engine: Engine, lengths: Iterable[int], are_alike: bool = Fals
     for number, length in enumerate(map(int, lengths)):
         first = [1, 1] if are_alike or length < 3 else divmod(number, VOCAB)
         prompt = [*first, *[1] * length][:length]
-        requests.append(engine.add(prompt, settled(max_tokens=6)))
+        requests.append(add(engine, prompt, settled(max_tokens=6)))
     while engine.has_work:
         engine.step()
     assert all(request.output == [2, 3, 4, 5, 6, 7] for request in requests)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import StubDecoder, make_engine, random_prompts, settled
+from helpers import StubDecoder, add, make_engine, random_prompts, settled
 from helpers_diagnose import make_trace
 from paxkv.diagnose.paged import PagedPolicy
 from paxkv.diagnose.simulate import simulate
@@ -15,14 +15,16 @@ LENGTHS = [(9, 12), (5, 20), (1, 3), (17, 9), (2, 30), (12, 1), (4, 25), (30, 6)
 
 @pytest.mark.parametrize("num_pages", [65, 15], ids=["roomy", "preempting"])
 def test_an_engine_holds_what_its_simulation_says(num_pages):
-    engine = make_engine(StubDecoder(np.zeros(1000, np.float32)), num_pages=num_pages)
+    engine = make_engine(
+        StubDecoder(np.zeros(1000, np.float32)), num_pages=num_pages, prefill_chunk=1024
+    )
     prompts = random_prompts([prompt for prompt, _ in LENGTHS])
     for prompt, (_, output) in zip(prompts, LENGTHS, strict=True):
-        engine.add(prompt, settled(max_tokens=output))
+        add(engine, prompt, settled(max_tokens=output))
     used, tail = [], []
     while engine.has_work:
         changed = engine.step(max_steps=1)
-        account = jax.device_get(account_pool(engine._cache[0][1]))
+        account = jax.device_get(account_pool(engine._runner.cache[0][1]))
         # What a request held that ended in this step is free by now.
         ended = [len(r.prompt) + len(r.output) - 1 for r in changed if r.finish_reason]
         used.append(int(account.used) + sum(ended))

@@ -147,7 +147,7 @@ def test_logits_of_nan_are_told():
 def test_search_waits_for_no_running_request_and_leaves_waiting_ones_be():
     llm = make_llm(HISTORY)
     answers = llm.as_completed([[1, 2]], GREEDY)
-    [request] = llm._add([1, 2], GREEDY)
+    request = llm._add([1, 2], GREEDY)
     before = [llm.beam_search([[4, 5]], width=2, max_tokens=4)]
     llm.engine.step(1)
     with pytest.raises(RuntimeError, match="1 requests are running on the cache that a search"):

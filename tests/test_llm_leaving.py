@@ -53,7 +53,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_a_whole_engine(monkeypatch):
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr("paxkv.engine.decode_loop_jit", interrupted)
+        patch.setattr("paxkv.runner.decode_loop_jit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, dataclasses.replace(GREEDY, max_tokens=40))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -68,7 +68,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("it waited")
 
-    monkeypatch.setattr("paxkv.engine.decode_loop_jit", stuck)
+    monkeypatch.setattr("paxkv.runner.decode_loop_jit", stuck)
     with pytest.raises(KeyboardInterrupt):
         make_llm().generate([[1]], GREEDY)
 

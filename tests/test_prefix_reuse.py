@@ -15,6 +15,7 @@ from helpers import (
     VOCAB,
     HistoryDecoder,
     StubDecoder,
+    add,
     assert_greedy,
     check_engine,
     make_engine,
@@ -53,7 +54,7 @@ def num_reusable(engine: Engine) -> int:
 def assert_all_pages_come_back(engine: Engine) -> None:
     engine.clear_prefixes()
     check_engine(engine)
-    for _, table in engine._cache:
+    for _, table in engine._runner.cache:
         assert np.count_nonzero(table.ref_counts) == 1  # the null page's
 
 
@@ -90,10 +91,10 @@ def test_shared_prefix_is_stored_once_and_prefilled_once():
     engine = make_engine(HISTORY)
     assert engine.warm(SYSTEM) == 20
     assert (engine.stats.prefill_tokens, num_reusable(engine)) == (20, 5)
-    requests = [engine.add(SYSTEM + suffix, settled(max_tokens=9)) for suffix in SUFFIXES[:4]]
+    requests = [add(engine, SYSTEM + suffix, settled(max_tokens=9)) for suffix in SUFFIXES[:4]]
     engine.step(1)
     check_engine(engine)
-    tables = np.asarray(engine._cache[0][1].block_tables)
+    tables = np.asarray(engine._runner.cache[0][1].block_tables)
     assert np.all(tables[:, :5] == tables[0, :5])
     assert engine._scheduler.num_pages_used == 5 + 1 + 1 + 2 + 3
     assert engine.stats.prefill_tokens == 20 + sum(len(suffix) - 1 for suffix in SUFFIXES[:4])
@@ -104,7 +105,7 @@ def test_shared_prefix_is_stored_once_and_prefilled_once():
 
 def test_requests_that_come_together_wait_for_the_first_to_store_what_they_share():
     engine = make_engine(HISTORY, max_length=256, num_pages=257, page_size=16)
-    requests = [engine.add(LONG + suffix, settled()) for suffix in SUFFIXES[:4]]
+    requests = [add(engine, LONG + suffix, settled()) for suffix in SUFFIXES[:4]]
     assert len(engine.step()) == 1  # it makes one step, for the others not to wait long
     assert len(requests[0].output) == 1
     run(engine)
@@ -123,10 +124,10 @@ def test_pages_that_two_requests_fill_alike_are_merged():
     engine = make_engine(HISTORY)
     [prompt] = random_prompts([6])
     its = [settled(max_tokens=6, temperature=1.0, seed=seed) for seed in (1, 2)]
-    requests = [engine.add(prompt, params) for params in its]
+    requests = [add(engine, prompt, params) for params in its]
     engine.step(1)
     check_engine(engine)
-    table = engine._cache[0][1]
+    table = engine._runner.cache[0][1]
     assert table.block_tables[0, 0] == table.block_tables[1, 0]
     assert table.ref_counts[table.block_tables[0, 0]] == 3  # two slots and the index
     assert table.block_tables[0, 1] != table.block_tables[1, 1]
@@ -151,7 +152,7 @@ def test_hits_are_decided_when_a_request_is_admitted():
     engine = make_engine(HISTORY, num_slots=1, max_length=28, num_pages=8)
     engine.warm(SYSTEM[:12])
     [other] = random_prompts([22], seed=5)
-    requests = [engine.add(other, settled(max_tokens=1)), engine.add(SYSTEM[:14], settled())]
+    requests = [add(engine, other, settled(max_tokens=1)), add(engine, SYSTEM[:14], settled())]
     run(engine)  # the first one takes 6 of 7 pages: one of the 3 stays
     assert engine.stats.prefix_tokens_hit == 4
     for request in requests:
@@ -171,12 +172,12 @@ def test_requests_sent_back_begin_again_with_the_pages_that_are_left():
 
 def test_aborted_requests_leave_their_full_pages_and_nothing_else():
     engine = make_engine(HISTORY)
-    requests = [engine.add(SYSTEM + suffix, settled(max_tokens=30)) for suffix in SUFFIXES[:2]]
+    requests = [add(engine, SYSTEM + suffix, settled(max_tokens=30)) for suffix in SUFFIXES[:2]]
     engine.step(4)
-    engine.abort(requests[1])
+    engine.abort(requests[1].id)
     check_engine(engine)
     assert pages_held(engine) == -(-(20 + 1 + 4 - 1) // 4)
-    engine.abort(requests[0])
+    engine.abort(requests[0].id)
     check_engine(engine)
     assert pages_held(engine) == 0 and num_reusable(engine) == 6 + 1
     [request] = serve(engine, [SYSTEM + SUFFIXES[1]], settled(max_tokens=30))
@@ -214,7 +215,7 @@ def test_requests_of_different_keys_share_nothing():
     adapter, salt = PrefixKey(adapter="x"), PrefixKey(salt="x")
     for key in (adapter, salt, adapter, salt, PrefixKey()):
         before = engine.stats.prefix_tokens_hit
-        request = engine.add(SYSTEM[:9], settled(max_tokens=1), prefix_key=key)
+        request = add(engine, SYSTEM[:9], settled(max_tokens=1), prefix_key=key)
         run(engine)
         hits.append(engine.stats.prefix_tokens_hit - before)
         assert request.output == alone(tuple(SYSTEM[:9]), request.params)[0]
@@ -267,7 +268,7 @@ def test_engine_without_prefix_caching_keeps_nothing():
     engine = make_engine(HISTORY, prefix_caching=False)
     for _ in range(2):
         serve(engine, [SYSTEM], settled())
-    assert np.count_nonzero(engine._cache[0][1].ref_counts) == 1
+    assert np.count_nonzero(engine._runner.cache[0][1].ref_counts) == 1
     assert engine.stats.prefill_tokens == 2 * (len(SYSTEM) - 1)
     with pytest.raises(ValueError, match="prefix_caching is off"):
         engine.warm(SYSTEM)
@@ -287,7 +288,7 @@ def test_llm_keeps_prefixes_unless_told_otherwise(prefix_caching):
 
 def test_clearing_while_requests_run_takes_nothing_from_them():
     engine = make_engine(HISTORY)
-    request = engine.add(SYSTEM, settled(max_tokens=30))
+    request = add(engine, SYSTEM, settled(max_tokens=30))
     for _ in range(6):
         engine.step(3)
         engine.clear_prefixes()
@@ -300,10 +301,10 @@ def test_clearing_while_requests_run_takes_nothing_from_them():
 def test_table_that_is_not_as_the_scheduler_takes_it_is_an_error():
     engine = make_engine(HISTORY)
     engine.warm(SYSTEM)
-    pool, table = engine._cache[0]
+    pool, table = engine._runner.cache[0]
     freed = dataclasses.replace(table, ref_counts=table.ref_counts.at[1:].set(0))
-    engine._cache = ((pool, freed),)
-    engine.add(SYSTEM, settled())
+    engine._runner.cache = ((pool, freed),)
+    add(engine, SYSTEM, settled())
     with pytest.raises(RuntimeError, match="operations on the cache were refused"):
         engine.step()
 
@@ -326,19 +327,19 @@ class TwoGroups(HistoryDecoder):
 def test_each_layer_group_has_pages_of_its_own():
     decoder = TwoGroups(HISTORY.table[...])
     engine, cold = make_engine(decoder), make_engine(decoder, prefix_caching=False)
-    (first, (pool, table)) = engine._cache
+    (first, (pool, table)) = engine._runner.cache
     taken = dataclasses.replace(table, ref_counts=table.ref_counts.at[1:3].set(1))
-    engine._cache = (first, (pool, taken))  # its first page is page 3
+    engine._runner.cache = (first, (pool, taken))  # its first page is page 3
     prompts = [SYSTEM + suffix for suffix in SUFFIXES]
     expected = [request.output for request in serve(cold, prompts, settled())]
-    requests = [engine.add(prompt, settled()) for prompt in prompts * 2]
+    requests = [add(engine, prompt, settled()) for prompt in prompts * 2]
     while engine.has_work:
         engine.step()
     assert [request.output for request in requests] == expected * 2
     assert {node.pages for node in engine._scheduler.index.nodes()} >= {(1, 3)}
     engine.clear_prefixes()
-    assert np.flatnonzero(engine._cache[0][1].ref_counts).tolist() == [0]
-    assert np.flatnonzero(engine._cache[1][1].ref_counts).tolist() == [0, 1, 2]
+    assert np.flatnonzero(engine._runner.cache[0][1].ref_counts).tolist() == [0]
+    assert np.flatnonzero(engine._runner.cache[1][1].ref_counts).tolist() == [0, 1, 2]
 
 
 @st.composite
@@ -391,9 +392,9 @@ def test_request_is_served_as_if_alone_though_it_shares_pages(arrivals, num_page
 
     for number, (wait, prompt, its, action) in enumerate(arrivals):
         list(steps(wait))
-        requests.append(engine.add(prompt, its))
+        requests.append(add(engine, prompt, its))
         if number in aborts:
-            engine.abort(requests[number // 2])
+            engine.abort(requests[number // 2].id)
         between_steps(engine, action)
         check_engine(engine)
     for _ in steps(4 * sum(its.max_tokens for _, _, its, _ in arrivals)):

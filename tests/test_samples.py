@@ -13,6 +13,7 @@ from helpers import (
     VOCAB,
     HistoryDecoder,
     StubDecoder,
+    add,
     check_engine,
     make_engine,
     pages_held,
@@ -163,8 +164,6 @@ def test_several_samples_are_refused_where_one_is_given():
     for its in ({"n": 2}, {"best_of": 3}):
         with pytest.raises(ValueError, match=r"draw \d samples, and a stream gives one"):
             next(llm.stream([1], dataclasses.replace(GREEDY, **its)))
-    with pytest.raises(ValueError, match="n=2 and best_of=3 are 3 requests: use add_samples"):
-        llm.engine.add([1], settled(n=2, best_of=3))
     [refused] = llm.generate([[VOCAB]], dataclasses.replace(GREEDY, n=3))
     assert "vocabulary" in (refused.error or "") and not llm.engine.has_work
 
@@ -186,7 +185,7 @@ def test_leaving_the_loop_early_frees_all_samples():
 def test_prompt_is_stored_once(length, prefix_caching):
     engine = make_engine(HISTORY, prefix_caching=prefix_caching)
     [prompt] = random_prompts([length])
-    samples = engine.add_samples(prompt, settled(n=4, temperature=1.0, seed=7, max_tokens=6))
+    samples = add(engine, prompt, settled(n=4, temperature=1.0, seed=7, max_tokens=6)).samples
     engine.step(1)
     assert engine.stats.prefill_tokens == length - 1
     # Each has a page of its own, where the prompt's last token is; full ones of all are merged.
@@ -204,7 +203,7 @@ def test_prompt_is_stored_once(length, prefix_caching):
 def test_shared_pages_leave_room_for_more_samples_at_once():
     # 8 pages of prompt and 2 of each sample's own: four times 10 would not fit in 20.
     engine, [prompt] = make_engine(HISTORY, num_pages=21), random_prompts([33])
-    engine.add_samples(prompt, settled(n=4, max_tokens=4))
+    add(engine, prompt, settled(n=4, max_tokens=4))
     engine.step(1)
     assert len(engine._scheduler.running) == 4
     run(engine)
@@ -213,11 +212,11 @@ def test_shared_pages_leave_room_for_more_samples_at_once():
 
 def test_last_sample_that_holds_the_prompt_gives_it_back():
     engine, [prompt] = make_engine(HISTORY), random_prompts([18])
-    samples = engine.add_samples(prompt, settled(n=4, temperature=1.0, seed=7, max_tokens=20))
+    samples = add(engine, prompt, settled(n=4, temperature=1.0, seed=7, max_tokens=20)).samples
     engine.step(3)
     held = pages_held(engine)
     for sample in samples:
-        engine.abort(sample)
+        engine.abort(sample.id)
         check_engine(engine)
         assert pages_held(engine) < held
         held = pages_held(engine)
@@ -257,9 +256,9 @@ def test_samples_are_served_as_if_alone_in_a_pool_that_is_short(
         for _ in range(wait):
             engine.step(next(lengths))
             check_engine(engine)
-        requests += engine.add_samples(prompt, its)
+        requests += add(engine, prompt, its).parts
     for number in aborts & set(range(len(requests))):
-        engine.abort(requests[number])
+        engine.abort(requests[number].id)
         check_engine(engine)
     most = 2 * sum(request.params.max_tokens or 0 for request in requests)
     for _ in range(most):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paxkv.prefix_index import Node
 from paxkv.request import SamplingParams
-from paxkv.scheduler import Request, Scheduler, bucket
+from paxkv.request_state import Request
+from paxkv.scheduler import Scheduler, bucket
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -145,7 +146,7 @@ def test_newest_request_is_sent_back_to_the_front_and_keeps_its_output():
         request.num_stored += 2
     late = make_request(3, 4)
     scheduler.waiting.append(late)
-    assert scheduler.preempt() == 2
+    assert scheduler.preempt() == [2]
     assert ids(scheduler) == [0, 1]
     assert [r.id for r in scheduler.waiting] == [2, 3]
     again = scheduler.waiting[0]

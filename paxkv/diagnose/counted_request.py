@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from paxkv.request import SamplingParams
-from paxkv.scheduler import Request
+from paxkv.request_state import Request
 
 _NO_BLOCKS = np.zeros(0, np.int64)
 _PARAMS = SamplingParams()

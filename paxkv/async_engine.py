@@ -1,0 +1,105 @@
+"""An engine for asyncio."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from paxkv.engine import Engine
+from paxkv.request import FinishReason
+from paxkv.request_state import Request
+
+
+class AsyncEngine:
+    """Serves the requests of one event loop: steps run in a thread while there is work.
+
+        server = AsyncEngine(engine)
+        async for tokens in server.stream(Request(prompt=[1, 2, 3], params=params)):
+            print(tokens)
+
+    Args:
+        engine: Others may use it meanwhile.
+        max_steps: Decode steps between two looks: how many tokens come at a time.
+    """
+
+    def __init__(self, engine: Engine, *, max_steps: int = 4) -> None:
+        self.engine = engine
+        self._max_steps = max_steps
+        self._has_news: dict[int, asyncio.Event] = {}  # by the id of a request that is awaited
+        self._driver: asyncio.Task[None] | None = None
+
+    async def stream(self, request: Request) -> AsyncIterator[list[int]]:
+        """Adds a request, and yields its new tokens as they come.
+
+        Leaving the loop early, or cancelling the task that runs it, aborts the request.
+
+        Raises:
+            ValueError: It can never be served, or it asks for several samples.
+            RequestError: It was not served to its end, or as many requests wait as may.
+        """
+        if request.params.num_samples > 1:
+            raise ValueError(
+                f"a stream gives one sample, and {request.params.num_samples} are asked for: await "
+                "serve(request)"
+            )
+        num_read = 0
+        async for _ in self._follow(request):
+            if new := request.output[num_read:]:
+                num_read += len(new)
+                yield new
+        if request.error:
+            raise request.error
+
+    async def serve(self, request: Request) -> Request:
+        """Adds a request, and returns it when it, or each of its samples, has ended.
+
+        Cancelling aborts it.
+
+        Raises:
+            ValueError: It can never be served.
+            QueueFull: As many requests wait as may.
+        """
+        async for _ in self._follow(request):
+            pass
+        return request
+
+    async def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """Ends a request now; see `Engine.abort`. Who awaits it is told."""
+        await asyncio.to_thread(self.engine.abort, request_id, reason)
+        self._wake([request_id])
+
+    async def _follow(self, request: Request) -> AsyncIterator[None]:
+        """Adds a request; yields whenever there is news of it, for the last time at its end."""
+        news = asyncio.Event()
+        try:
+            await asyncio.to_thread(self.engine.add, request)
+            for part in (request, *request.samples):
+                self._has_news[part.id] = news
+            while request.finish_reason is None:
+                self._drive()
+                await news.wait()
+                news.clear()
+                assert self._driver is not None
+                if self._driver.done() and request.finish_reason is None:
+                    self._driver.result()  # raises what a step raised
+                yield
+        finally:
+            for part in (request, *request.samples):
+                self._has_news.pop(part.id, None)
+            if request.id >= 0 and request.finish_reason is None:
+                await asyncio.shield(asyncio.to_thread(self.engine.abort, request.id))
+
+    def _drive(self) -> None:
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._steps())
+
+    async def _steps(self) -> None:
+        try:
+            while self.engine.has_work:
+                changed = await asyncio.to_thread(self.engine.step, self._max_steps)
+                self._wake(request.id for request in changed)
+        finally:
+            self._wake(list(self._has_news))
+
+    def _wake(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            if request_id in self._has_news:
+                self._has_news[request_id].set()

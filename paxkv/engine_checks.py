@@ -1,0 +1,98 @@
+"""What an engine refuses before anything is changed."""
+
+import dataclasses
+import operator
+
+import jax
+
+from paxkv.decoder import Decoder
+from paxkv.request_state import Request
+from paxkv.transfer import NUM_STOP_IDS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request of an engine may have."""
+
+    vocab_size: int
+    max_length: int  # tokens of prompt and output
+    num_pages: int  # that can be handed out
+    page_size: int  # tokens
+
+    def check(self, request: Request) -> None:
+        """Raises a ValueError that says why a request can never be served, and what would help."""
+        params = request.params
+        if not params.is_settled:
+            raise ValueError(f"settle what is left open, with_defaults of a model: {params}")
+        self._check_prompt(request.prompt)
+        named = (*params.stop_token_ids, *dict(params.logit_bias))
+        if wrong := [token for token in named if token >= self.vocab_size]:
+            raise ValueError(
+                f"stop_token_ids and logit_bias name token id {wrong[0]}, which is not in the "
+                f"vocabulary, 0 to {self.vocab_size - 1}"
+            )
+        if len(request.stop_token_ids) > NUM_STOP_IDS:
+            raise ValueError(
+                f"{len(request.stop_token_ids)} stop tokens; a request may have {NUM_STOP_IDS}"
+            )
+        timeout = request.timeout_seconds
+        if timeout is not None and not timeout > 0:
+            raise ValueError(
+                f"timeout_seconds={timeout!r} must be above 0, or None for no deadline"
+            )
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")
+        if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
+            raise ValueError(
+                f"token id {wrong[0]} is not in the vocabulary, 0 to {self.vocab_size - 1}"
+            )
+        if len(prompt) < self.max_length:
+            return
+        why, capacity = "shorten the prompt or raise max_length", self.num_pages * self.page_size
+        if self.max_length > capacity:
+            why = (
+                f"the pool holds {capacity} tokens ({self.num_pages} pages of {self.page_size}), "
+                "and one more need not be stored. Shorten the prompt or give the KV cache more "
+                "memory"
+            )
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
+            f"{self.max_length}: {why}"
+        )
+
+
+def whole_numbers(**sizes: object) -> tuple[int, ...]:
+    """The sizes as plain integers.
+
+    Raises:
+        ValueError: One is no whole number.
+    """
+    numbers = []
+    for name, size in sizes.items():
+        try:
+            numbers.append(operator.index(size))  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(f"{name}={size!r} must be a whole number") from None
+    return tuple(numbers)
+
+
+def check_power_of_two(name: str, tokens: int) -> None:
+    """Raises a ValueError unless so many tokens can be the rows of a prefill call."""
+    if tokens < 16 or tokens & (tokens - 1):
+        raise ValueError(f"{name}={tokens} must be a power of two, 16 or more")
+
+
+def check_same_shapes(old: Decoder, new: Decoder) -> None:
+    """Raises a ValueError that names the first weight of another shape or dtype."""
+    old_leaves, old_tree = jax.tree.flatten_with_path(jax.eval_shape(lambda: old))
+    new_leaves, new_tree = jax.tree.flatten_with_path(jax.eval_shape(lambda: new))
+    if old_tree != new_tree:
+        raise ValueError("the new weights differ from the old ones in structure")
+    for (path, was), (_, found) in zip(old_leaves, new_leaves, strict=True):
+        if (was.shape, was.dtype) != (found.shape, found.dtype):
+            raise ValueError(
+                f"the new weights differ from the old ones: {jax.tree_util.keystr(path)} is "
+                f"{found.dtype}{list(found.shape)} and was {was.dtype}{list(was.shape)}"
+            )
