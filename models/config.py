@@ -9,8 +9,7 @@ from paxkv.models.families import family_of
 from paxkv.models.layer_windows import FULL, SLIDING, LayerWindows, read_windows
 from paxkv.models.refusals import NEUTRAL_IN_GGUF, NEUTRAL_IN_HF, check_neutral
 from paxkv.models.rope import RopeConfig
-
-_MAX_LAYERS = 10_000
+from paxkv.models.settings import check_size, layer_count, optional, required, whole_share
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type is int:
-                _check_size(field.name, getattr(self, field.name))
+                check_size(field.name, getattr(self, field.name))
         if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be between 0 and 1")
         if self.num_heads % self.num_kv_heads:
@@ -61,7 +60,7 @@ class DecoderConfig:
                 "neither"
             )
         if self.window is not None:
-            _check_size("window", self.window)
+            check_size("window", self.window)
         if not set(self.windowed_layers) <= set(range(self.num_layers)):
             raise ValueError(
                 f"windowed_layers={self.windowed_layers} must be of layers 0 to "
@@ -79,23 +78,23 @@ class DecoderConfig:
         family = family_of(config)
         check_neutral(config, NEUTRAL_IN_HF)
         settings = family.settings(config)
-        num_heads = _required(settings, "num_attention_heads")
-        hidden_size = _required(settings, "hidden_size")
-        num_layers = _num_layers(settings, "num_hidden_layers")
+        num_heads = required(settings, "num_attention_heads")
+        hidden_size = required(settings, "hidden_size")
+        num_layers = layer_count(settings, "num_hidden_layers")
         windows = read_windows(config, family)
         rope, windowed_rope = _hf_ropes(settings, windows, num_layers)
         attention_bias = bool(settings.get("attention_bias"))
         return cls(
-            vocab_size=_required(settings, "vocab_size"),
+            vocab_size=required(settings, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_required(settings, "intermediate_size"),
+            intermediate_size=required(settings, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_optional(settings, "num_key_value_heads", num_heads),
-            head_dim=settings.get("head_dim") or _whole_share(hidden_size, num_heads),
-            rms_norm_eps=_optional(settings, "rms_norm_eps", 1e-6),
+            num_kv_heads=optional(settings, "num_key_value_heads", num_heads),
+            head_dim=settings.get("head_dim") or whole_share(hidden_size, num_heads),
+            rms_norm_eps=optional(settings, "rms_norm_eps", 1e-6),
             rope=rope,
-            max_position=_optional(settings, "max_position_embeddings", 2048),
+            max_position=optional(settings, "max_position_embeddings", 2048),
             tie_embeddings=bool(settings.get("tie_word_embeddings")),
             qkv_bias=attention_bias or family.has_qkv_bias,
             out_bias=attention_bias,
@@ -135,26 +134,26 @@ class DecoderConfig:
             if key.startswith("llama.")
         }
         check_neutral(settings, NEUTRAL_IN_GGUF)
-        num_heads = _required(settings, "attention.head_count")
-        hidden_size = _required(settings, "embedding_length")
-        head_dim = settings.get("attention.key_length") or _whole_share(hidden_size, num_heads)
+        num_heads = required(settings, "attention.head_count")
+        hidden_size = required(settings, "embedding_length")
+        head_dim = settings.get("attention.key_length") or whole_share(hidden_size, num_heads)
         for name in ("attention.value_length", "rope.dimension_count"):
             if settings.get(name, head_dim) != head_dim:
                 raise ValueError(f"{name}={settings[name]} must equal the head size {head_dim}")
-        num_layers = _num_layers(settings, "block_count")
+        num_layers = layer_count(settings, "block_count")
         window = settings.get("attention.sliding_window") or None
-        vocab_size = settings.get("vocab_size") or len(_required(metadata, "tokenizer.ggml.tokens"))
+        vocab_size = settings.get("vocab_size") or len(required(metadata, "tokenizer.ggml.tokens"))
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=_required(settings, "feed_forward_length"),
+            intermediate_size=required(settings, "feed_forward_length"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=settings.get("attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            rms_norm_eps=_required(settings, "attention.layer_norm_rms_epsilon"),
-            rope=_gguf_rope(settings, rope_divisors),
-            max_position=_required(settings, "context_length"),
+            rms_norm_eps=required(settings, "attention.layer_norm_rms_epsilon"),
+            rope=RopeConfig.from_gguf(settings, rope_divisors),
+            max_position=required(settings, "context_length"),
             tie_embeddings="lm_head.weight" not in tensor_names,
             qkv_bias=any(name.endswith("q_proj.bias") for name in tensor_names),
             out_bias=any(name.endswith("o_proj.bias") for name in tensor_names),
@@ -221,56 +220,3 @@ def _hf_ropes(
         return rope, None
     windowed = RopeConfig.from_hf(settings, layer_type=SLIDING)
     return rope, None if windowed == rope else windowed
-
-
-def _gguf_rope(settings: Mapping[str, Any], divisors: tuple[float, ...]) -> RopeConfig:
-    scaling = settings.get("rope.scaling.type", "none")
-    factor = settings.get("rope.scaling.factor") or settings.get("rope.scale_linear") or 1.0
-    if "rope.scale_linear" in settings and scaling == "none":
-        scaling = "linear"  # how files of 2023 say it
-    if scaling not in ("none", "linear"):
-        raise ValueError(
-            f"RoPE scaling {scaling!r} is not supported; supported are 'none' and 'linear'"
-        )
-    return RopeConfig(
-        theta=settings.get("rope.freq_base", 10000.0),
-        scaling="linear" if scaling == "linear" else "default",
-        factor=factor if scaling == "linear" else 1.0,
-        divisors=divisors,
-    )
-
-
-def _required(settings: Mapping[str, Any], name: str) -> Any:
-    if settings.get(name) is None:
-        raise ValueError(f"the model's settings lack {name}")
-    return settings[name]
-
-
-def _num_layers(settings: Mapping[str, Any], name: str) -> int:
-    """A count of layers small enough to list them, which a damaged file's need not be."""
-    count = _required(settings, name)
-    _check_size(name, count)
-    if count > _MAX_LAYERS:
-        raise ValueError(f"the config has {count} layers, more than {_MAX_LAYERS}: is it damaged?")
-    return count
-
-
-def _optional(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = settings.get(name)
-    return default if value is None else value
-
-
-def _check_size(name: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number above 0")
-
-
-def _whole_share(hidden_size: int, num_heads: int) -> int:
-    _check_size("hidden_size", hidden_size)
-    _check_size("num_attention_heads", num_heads)
-    if hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads} and "
-            "the config names no head_dim"
-        )
-    return hidden_size // num_heads

@@ -72,9 +72,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
     named = (config.get("architectures") or [None])[0]
     for family in _FAMILIES:
-        if named in (family.name, None) and model_type in (family.model_type, None):
-            if named or model_type:
-                return family
+        is_named = named in (family.name, None) and model_type in (family.model_type, None)
+        if is_named and (named or model_type):
+            return family
     raise ValueError(
         f"architecture {named} (model_type {model_type!r}) is not supported; supported are "
         + ", ".join(family.name for family in _FAMILIES)

@@ -1,6 +1,6 @@
 """Which layers of a decoder see a window of the newest tokens only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paxkv.models.families import Family
@@ -33,34 +33,41 @@ def read_windows(config: Mapping[str, Any], family: Family) -> LayerWindows:
 
 
 def _stated(settings: Mapping[str, Any]) -> LayerWindows:
-    num_layers = settings["num_hidden_layers"]
-    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(
-            f"sliding_window={window!r} must be a whole number above 0, or null for no window"
-        )
+    window = _window(settings)
     if settings.get("layer_types") is not None:
-        types = _checked_types(settings["layer_types"], num_layers)
-        layers = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
+        layers = _of_type_sliding(settings["layer_types"], settings["num_hidden_layers"])
         if layers and window is None:
             raise ValueError(
                 f"layer_types has layers of type {SLIDING}, but sliding_window="
                 f"{settings.get('sliding_window')} with use_sliding_window="
                 f"{settings.get('use_sliding_window', True)} gives them no window"
             )
-    else:
-        first = settings.get("max_window_layers", 0) if window is not None else num_layers
+    elif window is not None:
+        first = settings.get("max_window_layers", 0)
         if type(first) is not int or first < 0:
             raise ValueError(f"max_window_layers={first!r} must be a whole number, 0 or more")
-        layers = tuple(range(first, num_layers))
+        layers = tuple(range(first, settings["num_hidden_layers"]))
+    else:
+        layers = ()
     return LayerWindows(window, layers) if layers else LayerWindows()
 
 
-def _checked_types(types: Any, num_layers: int) -> Sequence[str]:
+def _window(settings: Mapping[str, Any]) -> int | None:
+    window = settings.get("sliding_window")
+    if window is None or not settings.get("use_sliding_window", True):
+        return None
+    if type(window) is not int or window < 1:
+        raise ValueError(
+            f"sliding_window={window!r} must be a whole number above 0, or null for no window"
+        )
+    return window
+
+
+def _of_type_sliding(types: Any, num_layers: int) -> tuple[int, ...]:
     if not isinstance(types, list) or len(types) != num_layers:
         raise ValueError(f"layer_types={types!r} must name the type of each of {num_layers} layers")
     if unknown := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
         raise ValueError(
             f"layer_types {unknown} are not supported; supported are {FULL}, {SLIDING}"
         )
-    return types
+    return tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)

@@ -86,6 +86,28 @@ class RopeConfig:
         settings = {name.removesuffix("_embeddings"): block[name] for name in used}
         return cls(theta=base or default_theta, scaling=scaling, **settings)
 
+    @classmethod
+    def from_gguf(cls, settings: Mapping[str, Any], divisors: tuple[float, ...]) -> "RopeConfig":
+        """Reads a GGUF file's metadata, without the architecture's prefix, and its `rope_freqs`.
+
+        Raises:
+            ValueError: A type of scaling that is not supported.
+        """
+        scaling = settings.get("rope.scaling.type", "none")
+        factor = settings.get("rope.scaling.factor") or settings.get("rope.scale_linear") or 1.0
+        if "rope.scale_linear" in settings and scaling == "none":
+            scaling = "linear"  # how files of 2023 say it
+        if scaling not in ("none", "linear"):
+            raise ValueError(
+                f"RoPE scaling {scaling!r} is not supported; supported are 'none' and 'linear'"
+            )
+        return cls(
+            theta=settings.get("rope.freq_base", 10000.0),
+            scaling="linear" if scaling == "linear" else "default",
+            factor=factor if scaling == "linear" else 1.0,
+            divisors=divisors,
+        )
+
     def __post_init__(self) -> None:
         numbers = (
             self.theta,
