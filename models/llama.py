@@ -1,4 +1,4 @@
-"""The Llama family as a Flax NNX decoder: Llama 2 and 3, SmolLM2, TinyLlama and their like."""
+"""The Llama family as a Flax NNX decoder: Llama, SmolLM2, Mistral, Qwen2 and their like."""
 
 import functools
 
@@ -27,17 +27,16 @@ class LlamaLayer(nnx.Module):
         heads, head_dim, kv_heads = config.num_heads, config.head_dim, config.num_kv_heads
         # A KV head's query heads, then its key, then its value: so that the first axis shards.
         qkv = (kv_heads, heads // kv_heads + 2, head_dim)
-        has_bias, mlp_has_bias = config.attention_bias, config.mlp_bias
         self.attn_norm = nnx.Param(ones((hidden,)))
         self.qkv = nnx.Param(matrix(qkv, hidden))  # [K, N / K + 2, H, D]
-        self.qkv_bias = nnx.Param(zeros(qkv)) if has_bias else None
+        self.qkv_bias = nnx.Param(zeros(qkv)) if config.qkv_bias else None
         self.out = nnx.Param(matrix((hidden,), heads * head_dim))  # [D, N * H]
-        self.out_bias = nnx.Param(zeros((hidden,))) if has_bias else None
+        self.out_bias = nnx.Param(zeros((hidden,))) if config.out_bias else None
         self.mlp_norm = nnx.Param(ones((hidden,)))
         self.gate_up = nnx.Param(matrix((2, inner), hidden))  # [2, F, D]
-        self.gate_up_bias = nnx.Param(zeros((2, inner))) if mlp_has_bias else None
+        self.gate_up_bias = nnx.Param(zeros((2, inner))) if config.mlp_bias else None
         self.down = nnx.Param(matrix((hidden,), inner))  # [D, F]
-        self.down_bias = nnx.Param(zeros((hidden,))) if mlp_has_bias else None
+        self.down_bias = nnx.Param(zeros((hidden,))) if config.mlp_bias else None
         self.norm_eps = config.rms_norm_eps
 
     def __call__[C: Cache](
@@ -87,9 +86,12 @@ class LlamaDecoder(nnx.Module):
     ) -> tuple[jax.Array, C]:
         """Normed hidden states `[T, D]` of tokens `i32[T]` at positions `i32[T]`; the cache."""
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
-        cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
-        for index, layer in enumerate(self.layers):
-            x, cache = layer(index, x, cos, sin, cache)
+        ropes = self.config.ropes
+        turns = {
+            rope: rotation(rope, self.config.head_dim, positions) for rope in dict.fromkeys(ropes)
+        }
+        for index, (layer, rope) in enumerate(zip(self.layers, ropes, strict=True)):
+            x, cache = layer(index, x, *turns[rope], cache)
         return rms_norm(x, self.norm, self.config.rms_norm_eps), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:

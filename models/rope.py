@@ -24,6 +24,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {  # what each supported type of scaling
     "linear": ("factor",),
     "llama3": _LLAMA3_SETTINGS,
 }
+_BLOCKS = ("rope_parameters", "rope_scaling")  # where a file may hold settings of scaling
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +49,23 @@ class RopeConfig:
     ) -> "RopeConfig":
         """Reads the settings from wherever a Hugging Face `config.json` holds them.
 
-        Newer files have one block `rope_parameters` with the base in it, older ones `rope_theta`
-        beside `rope_scaling`. Where a file has both they must agree.
+        Newer files have one block `rope_parameters` with the base in it, or one such block for
+        each type of layer; older ones `rope_theta` beside `rope_scaling`. Where a file has both
+        they must agree. An older file with `rope_local_base_freq` gives that base to its windowed
+        layers, and the scaling to the others only.
 
         Args:
             config: The parsed `config.json`.
-            layer_type: Which block counts where the file has one for each type of layer.
+            layer_type: Whose settings to read where types of layers differ, such as
+                `sliding_attention`.
             default_theta: The model family's base, for files that name none.
 
         Raises:
             ValueError: Two places disagree, or a setting is not understood.
         """
-        blocks = [
-            _block(config[name], layer_type)
-            for name in ("rope_parameters", "rope_scaling")
-            if config.get(name)
-        ]
+        if layer_type == "sliding_attention" and config.get("rope_local_base_freq"):
+            config = _of_windowed_layers(config)
+        blocks = [_block(config[name], layer_type) for name in _BLOCKS if config.get(name)]
         block = _agreed("rope_parameters and rope_scaling", blocks) or {}
         bases = [place["rope_theta"] for place in (block, config) if place.get("rope_theta")]
         base = _agreed("rope_theta inside and outside rope_parameters", bases)
@@ -84,6 +86,28 @@ class RopeConfig:
         settings = {name.removesuffix("_embeddings"): block[name] for name in used}
         return cls(theta=base or default_theta, scaling=scaling, **settings)
 
+    @classmethod
+    def from_gguf(cls, settings: Mapping[str, Any], divisors: tuple[float, ...]) -> "RopeConfig":
+        """Reads a GGUF file's metadata, without the architecture's prefix, and its `rope_freqs`.
+
+        Raises:
+            ValueError: A type of scaling that is not supported.
+        """
+        scaling = settings.get("rope.scaling.type", "none")
+        factor = settings.get("rope.scaling.factor") or settings.get("rope.scale_linear") or 1.0
+        if "rope.scale_linear" in settings and scaling == "none":
+            scaling = "linear"  # how files of 2023 say it
+        if scaling not in ("none", "linear"):
+            raise ValueError(
+                f"RoPE scaling {scaling!r} is not supported; supported are 'none' and 'linear'"
+            )
+        return cls(
+            theta=settings.get("rope.freq_base", 10000.0),
+            scaling="linear" if scaling == "linear" else "default",
+            factor=factor if scaling == "linear" else 1.0,
+            divisors=divisors,
+        )
+
     def __post_init__(self) -> None:
         numbers = (
             self.theta,
@@ -102,11 +126,23 @@ class RopeConfig:
             )
 
 
+def _of_windowed_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with a base for windowed layers, as if all layers were such."""
+    shared = [name for name in _BLOCKS if not _is_by_type(config.get(name) or {})]
+    own = {name: value for name, value in config.items() if name not in shared}
+    return own | {"rope_theta": config["rope_local_base_freq"]}
+
+
+def _is_by_type(block: Any) -> bool:
+    """Whether the block holds one block for each type of layer."""
+    return isinstance(block, Mapping) and all(isinstance(v, Mapping) for v in block.values())
+
+
 def _block(block: Any, layer_type: str | None) -> dict[str, Any]:
     """One RoPE block without empty settings, and its type under one name."""
     if not isinstance(block, Mapping):
         raise ValueError(f"RoPE settings {block!r} must be an object")
-    if all(isinstance(value, Mapping) for value in block.values()):
+    if _is_by_type(block):
         if layer_type is None or layer_type not in block:
             raise ValueError(
                 f"RoPE settings by type of layer {sorted(block)} do not belong to a model whose "

@@ -105,15 +105,18 @@ def _layer_arrays(config: DecoderConfig) -> Iterator[FusedArray]:
     for array, name in (("attn_norm", "input"), ("mlp_norm", "post_attention")):
         part = Part(f"{name}_layernorm.weight", (config.hidden_size,), _whole)
         yield FusedArray((array,), (part,))
-    yield from _attention_arrays(config, "", "weight")
+    yield _qkv_array(config, "", "weight")
+    yield _out_array(config, "", "weight")
     yield from _mlp_arrays(config, "", "weight")
-    if config.attention_bias:
-        yield from _attention_arrays(config, "_bias", "bias")
+    if config.qkv_bias:
+        yield _qkv_array(config, "_bias", "bias")
+    if config.out_bias:
+        yield _out_array(config, "_bias", "bias")
     if config.mlp_bias:
         yield from _mlp_arrays(config, "_bias", "bias")
 
 
-def _attention_arrays(config: DecoderConfig, suffix: str, kind: str) -> Iterator[FusedArray]:
+def _qkv_array(config: DecoderConfig, suffix: str, kind: str) -> FusedArray:
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     keys, group = config.num_kv_heads * config.head_dim, config.num_heads // config.num_kv_heads
     qkv = (
@@ -121,10 +124,13 @@ def _attention_arrays(config: DecoderConfig, suffix: str, kind: str) -> Iterator
         _projection("self_attn.k_proj", kind, (keys, hidden), lambda array: array[:, group]),
         _projection("self_attn.v_proj", kind, (keys, hidden), lambda array: array[:, group + 1]),
     )
-    is_matrix = kind == "weight"
-    yield FusedArray((f"qkv{suffix}",), qkv, is_matrix)
-    out = _projection("self_attn.o_proj", kind, (hidden, heads), _whole)
-    yield FusedArray((f"out{suffix}",), (out,), is_matrix)
+    return FusedArray((f"qkv{suffix}",), qkv, is_matrix=kind == "weight")
+
+
+def _out_array(config: DecoderConfig, suffix: str, kind: str) -> FusedArray:
+    shape = (config.hidden_size, config.num_heads * config.head_dim)
+    out = _projection("self_attn.o_proj", kind, shape, _whole)
+    return FusedArray((f"out{suffix}",), (out,), is_matrix=kind == "weight")
 
 
 def _mlp_arrays(config: DecoderConfig, suffix: str, kind: str) -> Iterator[FusedArray]:

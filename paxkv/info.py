@@ -33,6 +33,11 @@ def print_info(model: str | None, *, dtype: str, kv_memory: str | None) -> None:
         f"of {config.head_dim}, vocabulary {config.vocab_size}, "
         f"made for {config.max_position} tokens"
     )
+    if config.windowed_layers:
+        console.print(
+            f"sliding window: {len(config.windowed_layers)} of the layers see "
+            f"{config.window} tokens"
+        )
     console.print(f"weights: {config.num_parameters:,} numbers, {format_bytes(weights)} in {dtype}")
     console.print(f"KV cache: {format_bytes(config.kv_bytes_per_token(size))} per token in {dtype}")
     console.print(

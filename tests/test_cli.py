@@ -15,9 +15,11 @@ from typer.testing import Result
 
 import paxkv
 from helpers import StubDecoder
+from helpers_checkpoints import write_folder
 from helpers_cli import run
 from helpers_smollm2 import smollm2_path
 from helpers_text import byte_level_tokenizer
+from reference.make_llama_cases import WINDOW_CASES, make_weights
 
 QUICK = ("--max-tokens", "6", "--temperature", "0")
 HIDDEN = ("samples", "score")  # of one sample, these say nothing
@@ -240,6 +242,13 @@ def test_info_tells_what_the_bundled_model_needs():
     assert pages == f"{2**30 // (360 * 1024) - 1:,}" and tokens == f"{2911 * 16:,}"
     assert requests == str(2911 // 64)
     assert [row[0] for row in rows] == ["8", "16", "32", "64", "128"]
+
+
+def test_info_tells_which_layers_are_windowed(tmp_path):
+    case = WINDOW_CASES["qwen2_by_layer_types"]
+    result = run("info", "--model", write_folder(tmp_path, case, make_weights(case)))
+    assert result.exit_code == 0, result.output
+    assert "sliding window: 2 of the layers see 8 tokens" in result.stdout
 
 
 def test_info_counts_the_memory_that_is_free(tiny_model):

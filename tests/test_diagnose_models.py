@@ -11,6 +11,7 @@ from paxkv.diagnose.known_models import MODELS, find_sizes
 from paxkv.diagnose.model_sizes import ModelSizes, read_sizes
 from paxkv.diagnose.remedies import possible_remedies
 from paxkv.models.config import DecoderConfig
+from reference.make_llama_cases import WINDOW_CASES
 from test_config import SMOLLM2
 
 BASE = {
@@ -94,6 +95,13 @@ def test_windowed_layers_keep_their_window(changes, windowed):
     assert [layer for layer, window in enumerate(sizes.windows) if window] == windowed
     kept = (len(windowed) * 8 + (6 - len(windowed)) * 32) / (6 * 32)
     assert sizes.stored_share(32) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize("name", WINDOW_CASES)
+def test_windowed_layers_are_those_of_the_decoder(name):
+    sizes, config = read_sizes(WINDOW_CASES[name], "x"), DecoderConfig.from_hf(WINDOW_CASES[name])
+    windows = {layer: group.window for group in config.layer_groups for layer in group.layers}
+    assert dict(enumerate(sizes.windows)) == windows
 
 
 @pytest.mark.parametrize(

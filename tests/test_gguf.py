@@ -91,13 +91,21 @@ def test_other_architectures_are_refused_by_name(tmp_path):
     ("settings", "message"),
     [
         ({"llama.expert_count": 8}, "expert_count=8"),
-        ({"llama.attention.sliding_window": 8}, "sliding_window=8"),
+        ({"llama.attention.sliding_window_pattern": 2}, "sliding_window_pattern=2"),
     ],
 )
 def test_settings_that_change_the_numbers_are_refused(settings, message, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", CONFIG, make_weights(CONFIG), settings=settings)
     with pytest.raises(ValueError, match=message):
         open_model(path)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(0, (None,)), (8, (8,))])
+def test_a_window_is_one_of_all_layers(window, expected, tmp_path):
+    settings = {"llama.attention.sliding_window": window}
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, make_weights(CONFIG), settings=settings)
+    groups = open_model(path).config.layer_groups
+    assert tuple(group.window for group in groups) == expected
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q_norm.weight", "blk.5.ffn_up.weight", "unknown"])

@@ -36,9 +36,10 @@ def test_stored_logits_are_what_the_reference_says_now(tmp_path):
         pytest.skip("PAXKV_REFERENCE_PYTHON names no interpreter")
     script = DATA.parent / "reference" / "make_llama_cases.py"
     subprocess.run([python, script, "--data", tmp_path], check=True, capture_output=True)
-    stored = json.loads((DATA / "llama_logits.json").read_text())
-    for name, logits in json.loads((tmp_path / "llama_logits.json").read_text()).items():
-        np.testing.assert_allclose(stored[name], logits, atol=1e-5)
+    for file in ("llama_logits.json", "window_logits.json"):
+        stored = json.loads((DATA / file).read_text())
+        for name, logits in json.loads((tmp_path / file).read_text()).items():
+            np.testing.assert_allclose(stored[name], logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,21 @@ def test_settings_by_layer_type_are_picked_by_type_or_refused():
         RopeConfig.from_hf(config)
 
 
+def test_a_local_base_is_that_of_windowed_layers_which_no_scaling_reaches():
+    config = {
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    full = RopeConfig.from_hf(config, layer_type="full_attention")
+    assert full == RopeConfig(theta=1000000.0, scaling="linear", factor=8.0)
+    sliding = RopeConfig.from_hf(config, layer_type="sliding_attention")
+    assert sliding == RopeConfig(theta=10000.0)
+    both = {"rope_parameters": BY_LAYER_TYPE, "rope_local_base_freq": 5000.0}
+    with pytest.raises(ValueError, match=r"disagree: 10000\.0 against 5000\.0"):
+        RopeConfig.from_hf(both, layer_type="sliding_attention")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -1,4 +1,4 @@
-"""Tiny random Llama checkpoints, and the logits that transformers computes with them.
+"""Tiny random checkpoints of Llama and its kin, and the logits that transformers computes.
 
 Tests make the same checkpoints from the same seeds; only logits are stored. To make them again:
 
@@ -17,6 +17,7 @@ import numpy as np
 
 DATA = Path(__file__).parents[1] / "data"
 ROWS = (0, 11, 23)  # positions whose logits are stored
+WINDOW_LENGTH, WINDOW_ROWS = 20, (6, 7, 8, 13, 19)  # with a window of 8
 SMOLLM2_PROMPT = (504, 3575, 282, 4649, 314)  # "The capital of France is"
 SMOLLM2_TOP = 64  # logits that are stored, largest first
 
@@ -69,6 +70,28 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama3_rope_in_scaling": {**_BASE, "rope_theta": 20000.0, "rope_scaling": _LLAMA3},
 }
+# Which layers see a window only.
+_QWEN2 = {
+    **_BASE,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+}
+_MISTRAL = {**_QWEN2, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+WINDOW_CASES: dict[str, dict[str, Any]] = {
+    "qwen2_switched_off": {**_QWEN2, "use_sliding_window": False, "max_window_layers": 2},
+    "qwen2_from_a_layer_on": {**_QWEN2, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen2_by_layer_types": {
+        **_QWEN2,
+        "use_sliding_window": True,
+        "max_window_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "mistral_without": {**_MISTRAL, "sliding_window": None},
+    "mistral_in_all_layers": _MISTRAL,
+}
 
 
 def make_tokens(config: dict[str, Any], length: int = 24) -> np.ndarray:
@@ -83,14 +106,16 @@ def make_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries = config["num_attention_heads"] * head_dim
     keys = config.get("num_key_value_heads", config["num_attention_heads"]) * head_dim
+    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    qkv_bias = attention_bias or config["model_type"] == "qwen2"
     projections = {
-        "self_attn.q_proj": (queries, hidden, "attention_bias"),
-        "self_attn.k_proj": (keys, hidden, "attention_bias"),
-        "self_attn.v_proj": (keys, hidden, "attention_bias"),
-        "self_attn.o_proj": (hidden, queries, "attention_bias"),
-        "mlp.gate_proj": (inner, hidden, "mlp_bias"),
-        "mlp.up_proj": (inner, hidden, "mlp_bias"),
-        "mlp.down_proj": (hidden, inner, "mlp_bias"),
+        "self_attn.q_proj": (queries, hidden, qkv_bias),
+        "self_attn.k_proj": (keys, hidden, qkv_bias),
+        "self_attn.v_proj": (keys, hidden, qkv_bias),
+        "self_attn.o_proj": (hidden, queries, attention_bias),
+        "mlp.gate_proj": (inner, hidden, mlp_bias),
+        "mlp.up_proj": (inner, hidden, mlp_bias),
+        "mlp.down_proj": (hidden, inner, mlp_bias),
     }
 
     def normal(*shape: int, scale: float) -> np.ndarray:
@@ -99,9 +124,9 @@ def make_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, scale=1.0)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for name, (rows, columns, flag) in projections.items():
+        for name, (rows, columns, has_bias) in projections.items():
             weights[f"{prefix}{name}.weight"] = normal(rows, columns, scale=columns**-0.5)
-            if config.get(flag):
+            if has_bias:
                 weights[f"{prefix}{name}.bias"] = normal(rows, scale=0.5)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{name}.weight"] = 1 + normal(hidden, scale=0.2)
@@ -117,20 +142,27 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER")
     parser.add_argument("--data", type=Path, metavar="FOLDER", default=DATA)
     args = parser.parse_args()
-    cases = {name: _reference_logits(config) for name, config in CASES.items()}
+    cases = {name: _reference_logits(config, 24, ROWS) for name, config in CASES.items()}
     (args.data / "llama_logits.json").write_text(json.dumps(cases) + "\n")
+    cases = {
+        name: _reference_logits(config, WINDOW_LENGTH, WINDOW_ROWS)
+        for name, config in WINDOW_CASES.items()
+    }
+    (args.data / "window_logits.json").write_text(json.dumps(cases) + "\n")
     if args.smollm2:
         (args.data / "smollm2_logits.json").write_text(json.dumps(_smollm2(args.smollm2)) + "\n")
 
 
-def _reference_logits(config: dict[str, Any]) -> list[list[float]]:
+def _reference_logits(
+    config: dict[str, Any], length: int, rows: tuple[int, ...]
+) -> list[list[float]]:
     from safetensors.numpy import save_file
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         save_file(make_weights(config), Path(folder, "model.safetensors"), {"format": "pt"})
-        logits = _logits(folder, make_tokens(config).tolist())
-    return np.round(logits[list(ROWS)].astype(float), 6).tolist()
+        logits = _logits(folder, make_tokens(config, length).tolist())
+    return np.round(logits[list(rows)].astype(float), 6).tolist()
 
 
 def _smollm2(folder: Path) -> dict[str, Any]:
