@@ -131,7 +131,8 @@ class Engine:
         self.max_length = min(max_length, self.capacity + 1)
         if at_once < self.capacity:  # what a request gives back serves it again
             self.max_length = max_length
-        longest = pages_of(self.max_length - 1, page_size)
+        # Pins leave room for one request of any length.
+        most_pinned = max(0, num_pages - 1 - pages_of(self.max_length - 1, page_size))
         self._limits = Limits(
             vocab_size=decoder.vocab_size, max_length=self.max_length, num_pages=num_pages - 1,
             page_size=page_size,
@@ -148,9 +149,7 @@ class Engine:
             num_pages=num_pages - 1,
             page_size=page_size,
             max_prefill_tokens=max_prefill_tokens,
-            max_pinned_pages=max(
-                0, min(int(max_pinned_share * (num_pages - 1)), num_pages - 1 - longest)
-            ),
+            max_pinned_pages=min(int(max_pinned_share * (num_pages - 1)), most_pinned),
             shares_prefixes=prefix_caching and not windows,
             window=window,
         )

@@ -122,7 +122,9 @@ def check_engine(engine: Engine) -> None:
     index = engine._scheduler.index
     for group, (_, table) in enumerate(engine._runner.cache):
         check_integrity(table, held_by_index(engine, group))
-    num_taken = int(np.sum(np.asarray(engine._runner.cache[0][1].ref_counts) > 0)) - 1
+    num_taken = max(
+        int(np.sum(np.asarray(table.ref_counts) > 0)) - 1 for _, table in engine._runner.cache
+    )
     num_reusable = index.num_pages - index.num_used
     assert num_taken == engine._scheduler.num_pages_used + num_reusable
 
@@ -136,9 +138,11 @@ def held_by_index(engine: Engine, group: int = 0) -> np.ndarray:
 
 
 def pages_held(engine: Engine) -> int:
-    """Pages of the first layer group that requests hold, the null page left out."""
-    counts = np.asarray(engine._runner.cache[0][1].ref_counts) - held_by_index(engine)
-    return int(np.sum(counts > 0)) - 1
+    """Pages that requests hold in the layer group that has most, the null page left out."""
+    return max(
+        int(np.sum(np.asarray(table.ref_counts) > held_by_index(engine, group))) - 1
+        for group, (_, table) in enumerate(engine._runner.cache)
+    )
 
 
 def serve(

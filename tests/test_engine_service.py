@@ -1,0 +1,346 @@
+"""Who is served when: priorities, full queues, deadlines, chunks, aborts, and what is told of it."""
+
+import asyncio
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from helpers import (
+    VOCAB,
+    HistoryDecoder,
+    add,
+    check_engine,
+    make_engine,
+    pages_held,
+    random_prompts,
+    run,
+    serve,
+    settled,
+)
+from paxkv.async_engine import AsyncEngine
+from paxkv.errors import DeadlineExceeded, QueueFull
+from paxkv.request_state import Request
+
+HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
+LONG, *SHORT = random_prompts([50, 4, 7, 9, 5, 6, 8])
+
+
+@functools.cache
+def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    [request] = serve(make_engine(HISTORY, num_slots=1), [prompt], settled(max_tokens=max_tokens))
+    return request.output
+
+
+def is_forgotten(engine) -> bool:
+    """Whether the engine is as it was before the first request."""
+    scheduler = engine._scheduler
+    return not (engine._live or scheduler.running or scheduler.waiting or pages_held(engine))
+
+
+def test_lower_priorities_are_served_first_and_equal_ones_in_turn():
+    engine, ended = make_engine(HISTORY, num_slots=1), []
+    requests = [
+        add(engine, prompt, settled(max_tokens=3), priority=priority)
+        for prompt, priority in zip(SHORT, [0, 5, 0, -1, 5, 0], strict=True)
+    ]
+    while engine.has_work:
+        ended += [requests.index(r) for r in engine.step() if r.finish_reason]
+    assert ended == [3, 0, 2, 5, 1, 4]
+
+
+def test_request_of_least_priority_is_the_one_sent_back():
+    engine = make_engine(HISTORY, num_slots=2, num_pages=13)  # 48 tokens
+    late = add(engine, SHORT[0], settled(max_tokens=40), priority=1)
+    engine.step(4)
+    first = add(engine, SHORT[1], settled(max_tokens=30))
+    while not engine.stats.num_preemptions:
+        engine.step(2)
+        check_engine(engine)
+    assert late in engine._scheduler.waiting and first in engine._scheduler.running.values()
+    run(engine)
+    assert [late.output, first.output] == [alone((*SHORT[0],), 40), alone((*SHORT[1],), 30)]
+
+
+def test_queue_that_is_full_refuses_and_changes_nothing():
+    engine = make_engine(HISTORY, num_slots=1, max_waiting=3)
+    requests = [add(engine, prompt, settled()) for prompt in SHORT[:2]]
+    with pytest.raises(QueueFull, match="2 requests wait and 3 may.* room for 2 more.*max_waiting"):
+        add(engine, SHORT[2], settled(n=2))
+    assert set(engine._live) == {request.id for request in requests}
+    requests.append(add(engine, SHORT[2], settled()))
+    with pytest.raises(QueueFull):
+        add(engine, SHORT[3], settled())
+    run(engine)
+    assert [r.output for r in requests] == [alone((*r.prompt,), 8) for r in requests]
+    assert is_forgotten(engine)
+
+
+def test_deadline_ends_requests_that_wait_or_run_and_no_others():
+    now = [0.0]
+    engine = make_engine(HISTORY, num_slots=2, clock=lambda: now[0])
+    params = settled(max_tokens=20)
+    runs = add(engine, SHORT[0], params, timeout_seconds=10)
+    free = add(engine, SHORT[1], params)
+    waits = add(engine, SHORT[2], settled(n=2, max_tokens=20), timeout_seconds=5)
+    now[0] = 4.9
+    engine.step(3)
+    assert len(runs.output) == 3 and not waits.finish_reason
+    now[0] = 10
+    changed = engine.step(3)
+    check_engine(engine)
+    assert {runs, *waits.samples} <= set(changed)
+    assert runs.finish_reason == waits.finish_reason == "error"
+    assert isinstance(runs.error, DeadlineExceeded) and "it has 3 new tokens" in str(runs.error)
+    assert "not done 10 seconds after it was added, and timeout_seconds=5" in str(waits.error)
+    run(engine)
+    assert free.output == alone((*SHORT[1],), 20)
+    assert engine.stats.num_expired == 3 and is_forgotten(engine)
+    with pytest.raises(ValueError, match="timeout_seconds=0 must be above 0"):
+        add(engine, SHORT[0], params, timeout_seconds=0)
+
+
+def test_running_requests_go_on_while_a_long_prompt_is_stored():
+    engine = make_engine(HISTORY, prefill_chunk=16)
+    short = add(engine, SHORT[0], settled(max_tokens=40))
+    engine.step(2)
+    long = add(engine, LONG, settled(max_tokens=5))
+    stored = engine.stats.prefill_tokens
+    for number in (1, 2, 3):
+        engine.step()
+        check_engine(engine)
+        assert len(short.output) == 2 + number  # one token after each chunk
+        assert engine.stats.prefill_tokens - stored == 16 * number
+    engine.step()  # the last token of 49, and a whole burst
+    assert len(long.output) == 5
+    run(engine)
+    assert [short.output, long.output] == [alone((*SHORT[0],), 40), alone((*LONG,), 5)]
+
+
+def test_nothing_is_cut_into_chunks_while_nobody_waits_for_tokens():
+    engine = make_engine(HISTORY, prefill_chunk=16)
+    requests = [add(engine, prompt, settled(max_tokens=4)) for prompt in (LONG, LONG[::-1])]
+    engine.step()
+    assert [len(request.output) for request in requests] == [4, 4]
+
+
+@pytest.mark.parametrize("leaves", ["abort", "deadline", "preemption"])
+def test_samples_survive_the_one_that_stores_their_prompt(leaves):
+    now = [0.0]
+    engine = make_engine(HISTORY, prefill_chunk=16, clock=lambda: now[0])
+    busy = add(engine, SHORT[0], settled(max_tokens=40))
+    engine.step(2)
+    request = add(engine, LONG, settled(n=3, max_tokens=6))
+    first, *others = request.samples
+    engine.step()
+    check_engine(engine)
+    assert first.num_stored == 16 and all(its.waits_for is first for its in others)
+    if leaves == "abort":
+        engine.abort(first.id)
+    elif leaves == "deadline":
+        first.timeout_seconds, now[0] = 1.0, 2.0
+    else:
+        scheduler = engine._scheduler
+        for sample in reversed(others):  # the last in turn go first
+            assert scheduler.running[scheduler.next_victim()] is sample
+            engine._settle(scheduler.preempt())
+        engine._settle(scheduler.preempt())
+    check_engine(engine)
+    run(engine)
+    whole = alone((*LONG,), 6)
+    assert [its.output for its in others] == [whole] * 2
+    assert first.output == (whole if leaves == "preemption" else [])
+    assert busy.output == alone((*SHORT[0],), 40)
+    assert is_forgotten(engine)
+
+
+def test_abort_takes_all_samples_out_and_unknown_ids_do_no_harm():
+    engine = make_engine(HISTORY, num_slots=2, num_pages=24)
+    both = add(engine, SHORT[0], settled(n=2, max_tokens=50, ignore_eos=True))
+    waiting = add(engine, SHORT[1], settled(max_tokens=4))
+    engine.step(3)
+    assert [len(sample.output) for sample in both.samples] == [3, 3]
+    engine.abort(both.id)
+    check_engine(engine)
+    assert both.finish_reason == "abort" and not engine._scheduler.running
+    assert set(engine._live) == {waiting.id} and pages_held(engine) == 0
+    engine.abort(waiting.id)
+    sent_back = add(engine, SHORT[2], settled(max_tokens=50))
+    rest = add(engine, SHORT[3], settled(max_tokens=50))
+    while not engine.stats.num_preemptions:
+        engine.step(4)
+    assert rest in engine._scheduler.waiting
+    for request_id in (both.id, 1234, waiting.id, rest.id, rest.id, -1):
+        engine.abort(request_id)
+        check_engine(engine)
+    run(engine)
+    assert sent_back.output == alone((*SHORT[2],), 50)
+    assert rest.output == alone((*SHORT[3],), 50)[: len(rest.output)]
+    assert is_forgotten(engine)
+
+
+def test_request_is_added_once():
+    engine = make_engine(HISTORY)
+    request = add(engine, SHORT[0], settled())
+    with pytest.raises(ValueError, match="was added before, as 0: make a new one"):
+        engine.add(request)
+
+
+def test_stream_gives_tokens_as_they_come_and_serves_the_others():
+    engine = make_engine(HISTORY)
+    other = add(engine, SHORT[1], settled(max_tokens=5))
+    request = Request(prompt=SHORT[0], params=settled(max_tokens=9))
+    pieces = list(engine.stream(engine.add(request)))
+    assert max(map(len, pieces)) <= 2
+    assert sum(pieces, []) == alone((*SHORT[0],), 9)
+    assert other.output == alone((*SHORT[1],), 5)
+    with pytest.raises(ValueError, match="no request 1 waits or runs"):
+        engine.stream(1)
+    left = Request(prompt=SHORT[0], params=settled(max_tokens=9))
+    for _ in engine.stream(engine.add(left)):
+        break
+    assert left.finish_reason == "abort" and is_forgotten(engine)
+    several = add(engine, SHORT[0], settled(n=2))
+    with pytest.raises(ValueError, match="has 2 samples, and a stream gives one"):
+        engine.stream(several.id)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_requests_answer_as_if_alone_however_their_tokens_are_kept(
+    preemption, prefix_caching
+):
+    engine = make_engine(
+        HISTORY, num_pages=15, preemption=preemption, prefix_caching=prefix_caching,
+        max_swap_bytes=2**20,
+    )  # fmt: skip
+    prompts = random_prompts([5, 9, 3, 12, 7], seed=2)
+    for params in (settled(max_tokens=30), settled(max_tokens=30, temperature=1.0, seed=5)):
+        for request in serve(engine, prompts, params):
+            expected = serve(make_engine(HISTORY, num_slots=1), [request.prompt], params)
+            assert request.output == expected[0].output
+    stats = engine.stats
+    assert stats.num_preemptions > 0
+    assert (stats.swapped_tokens > 0) >= (preemption == "swap")
+    assert (stats.recomputed_tokens > 0) >= (preemption == "recompute")
+    if preemption == "swap":
+        assert stats.recomputed_tokens == 0
+    assert is_forgotten(engine)
+
+
+def test_copies_on_the_host_stay_within_their_memory():
+    engine = make_engine(HISTORY, num_pages=15, preemption="swap", max_swap_bytes=0)
+    serve(engine, random_prompts([5, 9, 3, 12], seed=2), settled(max_tokens=30))
+    assert engine.stats.num_preemptions > 0 and engine.stats.swapped_tokens == 0
+    with pytest.raises(ValueError, match='preemption=\'drop\' must be "recompute", "swap"'):
+        make_engine(HISTORY, preemption="drop")
+
+
+def test_metrics_tell_how_the_engine_stands():
+    now = [0.0]
+    engine = make_engine(HISTORY, num_slots=2, max_burst=5, clock=lambda: now[0])
+    idle = engine.metrics()
+    assert (idle.num_waiting, idle.num_running, idle.free_pages) == (0, 0, 64)
+    assert np.isnan(idle.first_token_seconds.p50)
+    requests = [add(engine, prompt, settled(max_tokens=9)) for prompt in SHORT[:3]]
+    now[0] = 2.0
+    engine.step(1)
+    now[0] = 3.0
+    engine.step(4)
+    metrics = engine.metrics()
+    assert (metrics.num_waiting, metrics.num_running) == (1, 2)
+    stored = [len(r.prompt) + 4 for r in requests[:2]]  # 5 new ones, the newest not stored yet
+    held = sum(-(-tokens // 4) for tokens in stored)
+    assert metrics.held_pages == held and metrics.free_pages + metrics.reusable_pages == 64 - held
+    assert metrics.token_share == sum(stored) / (4 * held)
+    assert metrics.first_token_seconds.p50 == 2.0 and metrics.token_gap_seconds.p99 == 0.25
+    assert metrics.stats.prompt_tokens == sum(len(prompt) for prompt in SHORT[:3])
+    assert metrics.stats.decode_tokens == 10
+    run(engine)
+    assert metrics.stats.decode_tokens == 10  # a picture of that moment
+    assert json.loads(json.dumps(engine.metrics().asdict()))["decode_tokens"] == 27
+    ready = engine.stats.num_compilations
+    serve(engine, SHORT[:3], settled(max_tokens=9))
+    assert ready > 0 and engine.stats.num_compilations == ready
+
+
+def test_copies_on_write_are_counted():
+    engine = make_engine(HISTORY)
+    add(engine, SHORT[1], settled(n=3))  # six of its seven tokens: a page of 4, and one half full
+    run(engine)
+    assert engine.stats.copies_on_write == 2  # and one sample keeps it
+    add(engine, LONG[:33], settled(n=3))  # 32 tokens in full pages
+    run(engine)
+    assert engine.stats.copies_on_write == 2
+
+
+# asyncio
+
+
+def test_requests_of_an_event_loop_are_served_side_by_side():
+    engine = make_engine(HISTORY)
+    server = AsyncEngine(engine, max_steps=2)
+
+    async def read(prompt: list[int]) -> list[int]:
+        request = Request(prompt=prompt, params=settled(max_tokens=12))
+        return [token async for tokens in server.stream(request) for token in tokens]
+
+    async def main():
+        several = Request(prompt=SHORT[5], params=settled(n=2, max_tokens=12))
+        return await asyncio.gather(*map(read, SHORT[:5]), server.serve(several))
+
+    *outputs, several = asyncio.run(main())
+    assert outputs == [alone((*prompt,), 12) for prompt in SHORT[:5]]
+    assert [its.output for its in several.samples] == [alone((*SHORT[5],), 12)] * 2
+    assert is_forgotten(engine)
+
+
+def test_request_of_an_event_loop_ends_when_its_reader_leaves():
+    engine = make_engine(HISTORY, max_waiting=2)
+    server = AsyncEngine(engine, max_steps=1)
+
+    async def main():
+        left = Request(prompt=SHORT[0], params=settled(max_tokens=50))
+        stream = server.stream(left)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        cancelled = Request(prompt=SHORT[1], params=settled(max_tokens=50))
+        task = asyncio.create_task(server.serve(cancelled))
+        while not cancelled.output:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        aborted = Request(prompt=SHORT[2], params=settled(max_tokens=50))
+        task = asyncio.create_task(server.serve(aborted))
+        while not aborted.output:
+            await asyncio.sleep(0.01)
+        await server.abort(aborted.id)
+        assert (await task) is aborted
+        with pytest.raises(QueueFull):
+            await server.serve(Request(prompt=SHORT[3], params=settled(n=3)))
+        with pytest.raises(ValueError, match="a stream gives one sample, and 2 are asked for"):
+            await anext(server.stream(Request(prompt=SHORT[3], params=settled(n=2))))
+        return left, cancelled, aborted
+
+    for request in asyncio.run(main()):
+        assert request.finish_reason == "abort"
+    assert is_forgotten(engine)
+
+
+def test_what_a_step_raises_reaches_who_waits_for_it(monkeypatch):
+    engine = make_engine(HISTORY)
+    server = AsyncEngine(engine)
+
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    async def main():
+        monkeypatch.setattr(engine, "step", broken)
+        await server.serve(Request(prompt=SHORT[0], params=settled()))
+
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(main())
+    assert is_forgotten(engine)
