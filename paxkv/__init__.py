@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paxkv.async_engine import AsyncEngine
     from paxkv.beam_steps import beam_search
     from paxkv.beams import Hypotheses
     from paxkv.block_table import BlockTable, append, fork, init_block_table, release, truncate
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from paxkv.causal_view import CausalView
     from paxkv.decoder import Decoder, LayerGroup
     from paxkv.engine import Engine
+    from paxkv.errors import DeadlineExceeded, NoToken, QueueFull, RequestError
     from paxkv.integrity import check_integrity
     from paxkv.llm import LLM, Score, StreamPiece
     from paxkv.logits_processors import LogitsProcessor, chain, default_processors, stateless
+    from paxkv.metrics import EngineStats, Metrics
     from paxkv.page_pool import (
         PagePool,
         copy_pages,
@@ -37,30 +40,41 @@ if TYPE_CHECKING:
     )
     from paxkv.prefix_index import PrefixIndex, PrefixKey
     from paxkv.request import Completion, SamplingParams, TokenLogprob
+    from paxkv.request_state import Request
     from paxkv.reservation import reserve
     from paxkv.sampling import Sampling, greedy_sampling, same_sampling
     from paxkv.sharing import adopt, hold, merge
     from paxkv.slots import Finish, Slots, init_slots, requests_from_prompts
     from paxkv.steps import Burst, decode_loop, decode_step, prefill_step
+    from paxkv.swap import swap_in, swap_out
+    from paxkv.windows import release_window
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BlockTable",
     "Burst",
     "CausalView",
     "Completion",
+    "DeadlineExceeded",
     "Decoder",
     "Engine",
+    "EngineStats",
     "Finish",
     "Hypotheses",
     "LayerGroup",
     "LogitsProcessor",
+    "Metrics",
+    "NoToken",
     "PagePool",
     "PagedCache",
     "PrefixIndex",
     "PrefixKey",
+    "QueueFull",
+    "Request",
+    "RequestError",
     "Sampling",
     "SamplingParams",
     "Score",
@@ -92,12 +106,15 @@ __all__ = [
     "prefill_step",
     "release",
     "release_all",
+    "release_window",
     "requests_from_prompts",
     "reserve",
     "reserve_all",
     "same_sampling",
     "settle_all",
     "stateless",
+    "swap_in",
+    "swap_out",
     "truncate",
     "truncate_all",
 ]
@@ -105,6 +122,7 @@ __all__ = [
 # Where each name lives. Names are imported when they are first used, so that who wants only the
 # attention (`paxkv.pallas_kernels`) does not import flax.
 _HOMES = {
+    "async_engine": "AsyncEngine",
     "beam_steps": "beam_search",
     "beams": "Hypotheses",
     "block_table": "BlockTable append fork init_block_table release truncate",
@@ -113,17 +131,22 @@ _HOMES = {
     "decoder": "Decoder LayerGroup",
     "causal_view": "CausalView",
     "engine": "Engine",
+    "errors": "DeadlineExceeded NoToken QueueFull RequestError",
     "integrity": "check_integrity",
     "llm": "LLM Score StreamPiece",
     "logits_processors": "LogitsProcessor chain default_processors stateless",
+    "metrics": "EngineStats Metrics",
     "page_pool": "PagePool copy_pages dense_from_pages init_page_pool pages_from_dense",
     "prefix_index": "PrefixIndex PrefixKey",
     "reservation": "reserve",
     "request": "Completion SamplingParams TokenLogprob",
+    "request_state": "Request",
     "sampling": "Sampling greedy_sampling same_sampling",
     "sharing": "adopt hold merge",
     "slots": "Finish Slots init_slots requests_from_prompts",
     "steps": "Burst decode_loop decode_step prefill_step",
+    "swap": "swap_in swap_out",
+    "windows": "release_window",
 }
 
 

@@ -1,7 +1,8 @@
 """An engine for asyncio."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
 
 from paxkv.engine import Engine
 from paxkv.request import FinishReason
@@ -26,7 +27,7 @@ class AsyncEngine:
         self._has_news: dict[int, asyncio.Event] = {}  # by the id of a request that is awaited
         self._driver: asyncio.Task[None] | None = None
 
-    async def stream(self, request: Request) -> AsyncIterator[list[int]]:
+    async def stream(self, request: Request) -> AsyncGenerator[list[int]]:
         """Adds a request, and yields its new tokens as they come.
 
         Leaving the loop early, or cancelling the task that runs it, aborts the request.
@@ -41,10 +42,11 @@ class AsyncEngine:
                 "serve(request)"
             )
         num_read = 0
-        async for _ in self._follow(request):
-            if new := request.output[num_read:]:
-                num_read += len(new)
-                yield new
+        async with contextlib.aclosing(self._follow(request)) as news:
+            async for _ in news:
+                if new := request.output[num_read:]:
+                    num_read += len(new)
+                    yield new
         if request.error:
             raise request.error
 
@@ -57,8 +59,9 @@ class AsyncEngine:
             ValueError: It can never be served.
             QueueFull: As many requests wait as may.
         """
-        async for _ in self._follow(request):
-            pass
+        async with contextlib.aclosing(self._follow(request)) as news:
+            async for _ in news:
+                pass
         return request
 
     async def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
@@ -66,7 +69,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.engine.abort, request_id, reason)
         self._wake([request_id])
 
-    async def _follow(self, request: Request) -> AsyncIterator[None]:
+    async def _follow(self, request: Request) -> AsyncGenerator[None]:
         """Adds a request; yields whenever there is news of it, for the last time at its end."""
         news = asyncio.Event()
         try:

@@ -34,7 +34,7 @@ def init_cache(
     *,
     num_slots: int,
     max_length: int,
-    num_pages: int,
+    num_pages: int | Sequence[int],
     page_size: int,
     dtype: DTypeLike,
 ) -> PagedCache:
@@ -50,13 +50,15 @@ def init_cache(
         layer_groups: The decoder's.
         num_slots: `B`, sequences at once.
         max_length: Tokens that one sequence may have.
-        num_pages: `P`, pages of each group's pool, the null page counted.
+        num_pages: `P`, pages of each group's pool, the null page counted; for all groups, or one
+            for each (see `pages_of_groups` in `paxkv.config`).
         page_size: `S`, tokens per page.
         dtype: Of keys and values.
 
     Raises:
         ValueError: A size is out of range.
     """
+    pages = [num_pages] * len(layer_groups) if isinstance(num_pages, int) else num_pages
     return tuple(
         (
             init_page_pool(
@@ -64,7 +66,7 @@ def init_cache(
             ),
             init_block_table(num_slots, pages_of(max_length, page_size), num_pages, page_size),
         )
-        for group in layer_groups
+        for group, num_pages in zip(layer_groups, pages, strict=True)
     )
 
 
@@ -142,7 +144,7 @@ def settle_all(
     Args:
         cache: The state.
         done: `bool[B]`.
-        holds: `i32[G, P]`, see `hold`.
+        holds: `i32[G, P]`, see `hold`; a group with fewer pages has its first ones.
         same_as: `i32[G, P]`, see `merge`.
 
     Returns:
@@ -152,8 +154,9 @@ def settle_all(
     def settle(
         table: BlockTable, holds: jax.Array, same_as: jax.Array
     ) -> tuple[BlockTable, jax.Array]:
-        table, holds_ok = hold(table, holds)
-        table, merge_ok = merge(table, same_as)
+        num_pages = table.ref_counts.shape[0]
+        table, holds_ok = hold(table, holds[:num_pages])
+        table, merge_ok = merge(table, same_as[:num_pages])
         table, release_ok = release(table, done)
         return table, holds_ok & merge_ok & release_ok
 

@@ -13,13 +13,12 @@ from jax.typing import DTypeLike
 
 from paxkv.cache import PagedCache
 from paxkv.compilations import num_compilations
-from paxkv.config import page_bytes, pages_of
+from paxkv.config import page_bytes, pages_of, pages_of_groups
 from paxkv.decoder import Decoder
 from paxkv.engine_checks import Limits, check_power_of_two, check_same_shapes, whole_numbers
 from paxkv.errors import DeadlineExceeded, QueueFull
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.metrics import EngineStats, Latencies, Metrics
-from paxkv.models.generation import GenerationConfig
 from paxkv.preemption import Preemption, PreemptionCosts, Swapper
 from paxkv.prefix_index import NO_KEY, PrefixKey
 from paxkv.request import FinishReason, SamplingParams
@@ -32,7 +31,7 @@ from paxkv.steps import PromptLogprobs
 from paxkv.transfer import take_prompt_logprobs, take_tokens
 from paxkv.turns import alone
 
-_WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults(GenerationConfig())
+_WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults()
 
 
 class Engine:
@@ -50,7 +49,8 @@ class Engine:
         decoder: See `paxkv.decoder`.
         num_slots: Requests that run at once.
         max_length: Prompt and output of one request, in tokens.
-        num_pages: Pages of the pool, the null page counted.
+        num_pages: Pages of the pool, the null page counted. Sliding windows beside full attention
+            have a smaller pool of their own.
         page_size: Tokens per page.
         dtype: Of keys and values.
         max_prefill_tokens: Prompt tokens in one call, a power of two.
@@ -157,7 +157,13 @@ class Engine:
             decoder,
             num_slots=num_slots,
             max_length=self.max_length,
-            num_pages=num_pages,
+            num_pages=pages_of_groups(
+                decoder.layer_groups,
+                num_pages,
+                num_slots=num_slots,
+                at_once=max_prefill_tokens,
+                page_size=page_size,
+            ),
             page_size=page_size,
             dtype=dtype,
             max_burst=max_burst,

@@ -23,7 +23,7 @@ class Limits:
         """Raises a ValueError that says why a request can never be served, and what would help."""
         params = request.params
         if not params.is_settled:
-            raise ValueError(f"settle what is left open, with_defaults of a model: {params}")
+            raise ValueError(f"settle what is left open with params.with_defaults(): {params}")
         self._check_prompt(request.prompt)
         named = (*params.stop_token_ids, *dict(params.logit_bias))
         if wrong := [token for token in named if token >= self.vocab_size]:

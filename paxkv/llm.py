@@ -136,7 +136,7 @@ class LLM:
                 raise ValueError(f"{name}={size!r} must be a whole number, at least {least}")
         num_pages = _num_pages(
             decoder, dtype, page_size, kv_memory, memory_share,
-            needed=1 + max_slots * pages_of(max_length, page_size),
+            max_slots=max_slots, max_length=max_length, max_prefill_tokens=max_prefill_tokens,
         )  # fmt: skip
         self.engine = Engine(
             decoder, num_slots=max_slots, max_length=max_length, num_pages=num_pages,
@@ -388,7 +388,9 @@ def _num_pages(
     kv_memory: int | str | None,
     memory_share: float,
     *,
-    needed: int,
+    max_slots: int,
+    max_length: int,
+    max_prefill_tokens: int,
 ) -> int:
     if not 0 < memory_share <= 1:
         raise ValueError(f"{memory_share=} must be above 0 and at most 1")
@@ -398,7 +400,11 @@ def _num_pages(
         raise ValueError(
             f"kv_memory={kv_memory} is {format_bytes(memory)}, and {format_bytes(free)} are free"
         )
-    fits = num_pages_for(memory, decoder.layer_groups, page_size=page_size, dtype=jnp.dtype(dtype))
+    fits = num_pages_for(
+        memory, decoder.layer_groups, page_size=page_size, dtype=jnp.dtype(dtype),
+        num_slots=max_slots, at_once=max_prefill_tokens,
+    )  # fmt: skip
+    needed = 1 + max_slots * pages_of(max_length, page_size)
     return fits if kv_memory is not None else min(fits, needed)
 
 

@@ -92,12 +92,12 @@ class SamplingParams:
                 f"best_of={self.best_of} must be at least n={self.n}: n of so many are kept"
             )
 
-    def with_defaults(self, model: SamplingDefaults) -> Self:
+    def with_defaults(self, model: SamplingDefaults | None = None) -> Self:
         """Settles what the caller left open: as the model says, else neutral."""
         settled = {}
         for name, neutral in _NEUTRAL.items():
             name_of_model = "max_new_tokens" if name == "max_tokens" else name
-            choices = getattr(self, name), getattr(model, name_of_model), neutral
+            choices = getattr(self, name), getattr(model, name_of_model, None), neutral
             settled[name] = next(choice for choice in choices if choice is not None)
         if self.max_tokens is None:  # a least length that was asked for outweighs a default
             settled["max_tokens"] = max(settled["max_tokens"], self.min_tokens)

@@ -1,6 +1,6 @@
 """The device's half of an engine: its arrays, and the compiled programs that change them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ class Runner:
         decoder: See `paxkv.decoder`.
         num_slots: Requests that run at once.
         max_length: Prompt and output of one request, in tokens.
-        num_pages: Pages of the pool, the null page counted.
+        num_pages: Pages of each layer group's pool, the null page counted.
         page_size: Tokens per page.
         dtype: Of keys and values.
         max_burst: Decode steps between two looks of the host.
@@ -50,7 +50,7 @@ class Runner:
         *,
         num_slots: int,
         max_length: int,
-        num_pages: int,
+        num_pages: Sequence[int],
         page_size: int,
         dtype: DTypeLike,
         max_burst: int,

@@ -86,7 +86,7 @@ def prefixes_of(
 
 def table_changes(changes: PageChanges, cache: PagedCache) -> tuple[np.ndarray, np.ndarray]:
     """What the block tables are told of a prefix index: `i32[G, P]` twice, see `settle_all`."""
-    num_pages = cache[0][1].ref_counts.shape[0]
+    num_pages = max(table.ref_counts.shape[0] for _, table in cache)
     holds = np.zeros((len(cache), num_pages), np.int32)
     same_as = np.tile(np.arange(num_pages, dtype=np.int32), (len(cache), 1))
     groups = np.arange(len(cache))

@@ -131,7 +131,7 @@ def check_engine(engine: Engine) -> None:
 
 def held_by_index(engine: Engine, group: int = 0) -> np.ndarray:
     """`i32[P]`, the pages of a layer group that the prefix index holds."""
-    held = np.zeros(engine.num_pages + 1, np.int32)
+    held = np.zeros(engine._runner.cache[group][1].ref_counts.shape, np.int32)
     for node in engine._scheduler.index.nodes():
         held[node.pages[group]] += 1
     return held

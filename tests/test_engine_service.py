@@ -1,7 +1,8 @@
-"""Who is served when: priorities, full queues, deadlines, chunks, aborts, and what is told of it."""
+"""Who is served when: priorities, full queues, deadlines, chunks, aborts, and what is told."""
 
 import asyncio
 import functools
+import itertools
 import json
 
 import numpy as np
@@ -66,7 +67,9 @@ def test_request_of_least_priority_is_the_one_sent_back():
 def test_queue_that_is_full_refuses_and_changes_nothing():
     engine = make_engine(HISTORY, num_slots=1, max_waiting=3)
     requests = [add(engine, prompt, settled()) for prompt in SHORT[:2]]
-    with pytest.raises(QueueFull, match="2 requests wait and 3 may.* room for 2 more.*max_waiting"):
+    with pytest.raises(
+        QueueFull, match=r"2 requests wait and 3 may.* room for 2 more.*max_waiting"
+    ):
         add(engine, SHORT[2], settled(n=2))
     assert set(engine._live) == {request.id for request in requests}
     requests.append(add(engine, SHORT[2], settled()))
@@ -193,7 +196,7 @@ def test_stream_gives_tokens_as_they_come_and_serves_the_others():
     request = Request(prompt=SHORT[0], params=settled(max_tokens=9))
     pieces = list(engine.stream(engine.add(request)))
     assert max(map(len, pieces)) <= 2
-    assert sum(pieces, []) == alone((*SHORT[0],), 9)
+    assert [*itertools.chain(*pieces)] == alone((*SHORT[0],), 9)
     assert other.output == alone((*SHORT[1],), 5)
     with pytest.raises(ValueError, match="no request 1 waits or runs"):
         engine.stream(1)
@@ -288,9 +291,9 @@ def test_requests_of_an_event_loop_are_served_side_by_side():
 
     async def main():
         several = Request(prompt=SHORT[5], params=settled(n=2, max_tokens=12))
-        return await asyncio.gather(*map(read, SHORT[:5]), server.serve(several))
+        return await asyncio.gather(*map(read, SHORT[:5])), await server.serve(several)
 
-    *outputs, several = asyncio.run(main())
+    outputs, several = asyncio.run(main())
     assert outputs == [alone((*prompt,), 12) for prompt in SHORT[:5]]
     assert [its.output for its in several.samples] == [alone((*SHORT[5],), 12)] * 2
     assert is_forgotten(engine)

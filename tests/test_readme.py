@@ -51,6 +51,7 @@ def test_every_block_is_a_program_that_a_test_runs_or_no_python():
         "Use it",
         "In a `jit` of your own",
         "Several answers to one prompt",
+        "Serve from a loop of your own",
         "Beam search",
         "Attention kernels",
     }
@@ -109,6 +110,13 @@ def test_a_jit_of_your_own_samples_and_says_how_likely_it_was():
         expected = jax.nn.log_softmax(logits_of(tiny_decoder(), sequence, length=128))
         expected = expected[length - 1 : -1][np.arange(len(output)), output]
         np.testing.assert_allclose(logprobs[row, : counts[row]], expected, atol=1e-4)
+
+
+def test_loop_of_your_own_streams_one_request_beside_another(capsys):
+    names = run("Serve from a loop of your own", {"decoder": tiny_decoder(), "paxkv": paxkv})
+    first, other = names["first"], names["other"]
+    assert len(first.output) == 8 and other.output and not names["engine"].has_work
+    assert capsys.readouterr().out.startswith(f"[{first.output[0]}")
 
 
 def test_files_on_the_map_and_in_the_text_exist():

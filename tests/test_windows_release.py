@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import VOCAB, add, check_engine, make_engine, random_prompts, run, serve, settled
 from paxkv.block_table import append, fork, init_block_table, release
+from paxkv.config import num_pages_for, page_bytes, pages_of_groups
 from paxkv.decoder import Cache, LayerGroup
 from paxkv.integrity import check_integrity
 from paxkv.reservation import reserve
@@ -158,3 +159,16 @@ def test_samples_of_a_windowed_prompt_share_and_part():
     request = add(engine, prompt, settled(n=3, max_tokens=12))
     run(engine)
     assert [sample.output for sample in request.samples] == [expected(prompt, 12, (6,))] * 3
+
+
+def test_pool_of_windowed_layers_beside_full_ones_is_as_large_as_they_can_use():
+    full, windowed = (LayerGroup(layers=(i,), num_kv_heads=1, head_dim=1, window=w)
+                      for i, w in enumerate([None, 6]))  # fmt: skip
+    sizes = {"num_slots": 4, "at_once": 16, "page_size": 4}
+    # A window of 6 and 16 tokens of a prompt take 6 pages, or 7 if they begin within one.
+    assert pages_of_groups((full, windowed), 65, **sizes) == (65, 1 + 4 * 7)
+    assert pages_of_groups((full, windowed), 20, **sizes) == (20, 20)
+    assert pages_of_groups((windowed,), 65, **sizes) == (65,)
+    page = page_bytes([full], page_size=4, dtype="float32")
+    for num_pages, memory in ((65, 65 + 29), (64, 65 + 28), (29, 58), (28, 57)):
+        assert num_pages == num_pages_for(memory * page, (full, windowed), dtype="float32", **sizes)
