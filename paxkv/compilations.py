@@ -1,22 +1,31 @@
-"""How many programs jax makes ready to run."""
+"""Counts the programs that jax makes ready to run."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 
 import jax
 
-
-class _Counter:
-    """Counts in this process, from when it is made: jax has no end to listening."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-
-    def _note(self, event: str, duration_secs: float, **_: object) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-_COUNTER = _Counter()
+@dataclasses.dataclass(slots=True)
+class Compilations:
+    """How many programs were compiled, or read from the cache of compiled ones."""
+
+    count: int = 0
 
 
-def num_compilations() -> int:
-    """Programs compiled so far, or read from the compilation cache, by whoever in this process."""
-    return _COUNTER.count
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[Compilations]:
+    """Counts those of the whole process, until the block ends."""
+    compilations = Compilations()
+
+    def note(event: str, duration_secs: float, **_: str | int) -> None:
+        compilations.count += event == _EVENT
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield compilations
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paxkv.cache import PagedCache
-from paxkv.compilations import num_compilations
+from paxkv.compilations import counted_compilations
 from paxkv.config import page_bytes, pages_of, pages_of_groups
 from paxkv.decoder import Decoder
 from paxkv.engine_checks import Limits, check_power_of_two, check_same_shapes, whole_numbers
@@ -264,14 +264,20 @@ class Engine:
         Returns:
             The requests that have new tokens or have ended: samples, where there are several.
         """
-        compiled, scheduler = num_compilations(), self._scheduler
-        expired = self._expire()
+        with counted_compilations() as compilations:
+            changed = self._expire() + self._step(max_steps)
+        self.stats.num_compilations += compilations.count
+        return changed
+
+    def _step(self, max_steps: int | None) -> list[Request]:
+        scheduler = self._scheduler
         num_steps = self.max_burst if max_steps is None else min(max_steps, self.max_burst)
         self._admit(num_steps)
-        begin = time.perf_counter()
+        begin, num_stored = time.perf_counter(), self.stats.prefill_tokens
         prompt_logprobs = self._prefill()
         self._fork()
         middle = time.perf_counter()
+        self._costs.note_recompute(self.stats.prefill_tokens - num_stored, middle - begin)
         if scheduler.is_storing or scheduler.is_waiting_for_pages:
             num_steps = min(num_steps, 1)
         burst = self._runner.decode(num_steps, until_finish=bool(scheduler.waiting))
@@ -280,9 +286,7 @@ class Engine:
         self.stats.decode_seconds += time.perf_counter() - middle
         for q_lens, logprobs in prompt_logprobs:
             take_prompt_logprobs(scheduler.running, q_lens, logprobs)
-        changed = expired + self._take_news(burst.news, tables)
-        self.stats.num_compilations += num_compilations() - compiled
-        return changed
+        return self._take_news(burst.news, tables)
 
     @alone
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
@@ -498,9 +502,8 @@ class Engine:
 
         A chunk is what is left of it after every call, rounded down to a power of two.
         """
-        outputs, scheduler, begin = [], self._scheduler, time.perf_counter()
+        outputs, scheduler, num_stored = [], self._scheduler, 0
         left = self._prefill_chunk if scheduler.is_decoding else None
-        num_stored, compiled = 0, num_compilations()
         while left is None or left >= 16:
             most = None if left is None else 1 << (left.bit_length() - 1)
             plan = scheduler.next_prefill(most)
@@ -517,8 +520,6 @@ class Engine:
             left = None if left is None else left - num_rows
         self._runner.wait()  # so that prefill and decode are told apart
         self.stats.prefill_tokens += num_stored
-        if num_compilations() == compiled:
-            self._costs.note_recompute(num_stored, time.perf_counter() - begin)
         return outputs
 
     def _fork(self) -> None:

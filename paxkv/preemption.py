@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal
 
-from paxkv.compilations import num_compilations
+from paxkv.compilations import counted_compilations
 from paxkv.config import pages_of
 from paxkv.request_state import Request
 from paxkv.runner import Runner
@@ -15,7 +15,7 @@ type Preemption = Literal["recompute", "swap", "auto"]
 class PreemptionCosts:
     """Which way costs less for a token, as measured so far.
 
-    The fastest of each counts: a first call may compile. Copies count twice, out and in.
+    The fastest of each counts, since a first call may compile. Copies count twice, out and in.
 
     Args:
         preemption: "auto" takes what costs less, and copies until both are known.
@@ -88,9 +88,10 @@ class Swapper:
         taken = sum(r.swapped.num_bytes for r in others if r.swapped)
         if taken + num_pages * self._page_bytes > self._max_bytes:
             return
-        begin, compiled = time.perf_counter(), num_compilations()
-        request.swapped = self._runner.swap_out(slot, num_pages, request.num_stored)
-        if num_compilations() == compiled:
+        begin = time.perf_counter()
+        with counted_compilations() as compilations:
+            request.swapped = self._runner.swap_out(slot, num_pages, request.num_stored)
+        if not compilations.count:
             self._costs.note_copy(request.num_stored, time.perf_counter() - begin)
 
     def bring_back(self, slot: int, request: Request) -> int:

@@ -26,12 +26,19 @@ from paxkv.engine import Engine
 from paxkv.models.llama import LlamaDecoder
 from paxkv.request import SamplingParams
 from paxkv.slots import idle_requests
-from paxkv.steps import admit_step_jit, decode_loop_jit, prefill_step_jit, settle_step_jit
+from paxkv.steps import (
+    admit_step_jit,
+    decode_loop_jit,
+    prefill_step_jit,
+    settle_step_jit,
+    swap_in_jit,
+)
+from paxkv.swap import swap_out
 from paxkv.transfer import NUM_STOP_IDS
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES = 4, 64, 4099  # no other array has this many rows
 POOL_ARRAY = f"f32[{NUM_PAGES},2,{PAGE_SIZE},8]"  # 16 MB; keys and values of 2 layers are 64 MB
-PROGRAMS = ("admit", "prefill", "prefill with logprobs", "decode", "settle", "beams")
+PROGRAMS = ("admit", "prefill", "prefill with logprobs", "decode", "settle", "beams", "swap in")
 
 
 @contextlib.contextmanager
@@ -68,6 +75,7 @@ def programs() -> dict[str, jax.stages.Compiled]:
         functools.partial(start_beams, width=2, max_length=8, eos_ids=(1,)),
         cache, q_lens[:2], q_lens[:2],
     )  # fmt: skip
+    contents = jax.eval_shape(functools.partial(swap_out, num_pages=1), cache, np.int32(0))
     lowered = (
         admit_step_jit.lower(cache, slots, done, idle, pages, q_lens),
         prefill_step_jit.lower(decoder, cache, slots, q_lens, num_rows=16),
@@ -77,6 +85,7 @@ def programs() -> dict[str, jax.stages.Compiled]:
         ),
         settle_step_jit.lower(cache, slots, done, np.zeros_like(same_as), same_as),
         beam_loop_jit.lower(decoder, cache, beams, np.int32(1)),
+        swap_in_jit.lower(cache, np.int32(0), contents, np.int32(0), np.int32(0)),
     )
     return {name: program.compile() for name, program in zip(PROGRAMS, lowered, strict=True)}
 
