@@ -87,7 +87,7 @@ def against_budget(diagnosis: Diagnosis) -> str:
     places = np.linspace(_LEFT + 8, WIDTH - _RIGHT - 8, len(CURVE_BUDGETS)).tolist()
     shapes = _value_axis(top, bottom, height)
     for x, budget in zip(places, CURVE_BUDGETS, strict=True):
-        tokens = diagnosis.case.budget.num_slots * budget
+        tokens = diagnosis.case.budget.num_tokens * budget
         shapes.append(svg.text(x, bottom + 15, _short(tokens), anchor="middle"))
     shapes.append(svg.text(WIDTH / 2, bottom + 32, "tokens of KV memory", anchor="middle"))
     for index, name in enumerate(_LINES):

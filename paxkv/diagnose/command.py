@@ -64,7 +64,6 @@ def make_case(
     budget = make_budget(
         sizes, memory_bytes=memory_bytes, weight_bytes=weight_bytes,
         activation_bytes=activation_bytes, kv_dtype=kv_dtype, num_devices=devices,
-        mean_tokens=float(trace.total_tokens.mean()),
     )  # fmt: skip
     return Case(
         trace=trace,

@@ -96,7 +96,7 @@ def _areas(axes: "Axes", simulation: Simulation) -> None:
 
 
 def _curve(axes: "Axes", diagnosis: Diagnosis) -> None:
-    tokens = [diagnosis.case.budget.num_slots * budget for budget in CURVE_BUDGETS]
+    tokens = [diagnosis.case.budget.num_tokens * budget for budget in CURVE_BUDGETS]
     for name, (colour, dash, marker) in _LINES.items():
         axes.plot(tokens, diagnosis.curve[name], color=colour, linestyle=dash, marker=marker,
                   label=CACHE_NAMES[name])  # fmt: skip

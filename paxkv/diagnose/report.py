@@ -46,8 +46,26 @@ def memory_lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("activations and the rest", format_bytes(budget.activation_bytes)),
         ("keys and values", format_bytes(budget.kv_bytes)),
         ("  per token", format_bytes(budget.bytes_per_token)),
-        ("  tokens", f"{budget.num_slots:,}"),
+        ("  tokens", f"{budget.num_tokens:,}"),
+        *_window_lines(diagnosis),
     ]
+
+
+def _window_lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """What windows save, for a model that has some."""
+    budget, total = diagnosis.case.budget, diagnosis.case.trace.total_tokens
+    windows = [window for _, window in budget.footprint.groups if window is not None]
+    if not windows:
+        return []
+    layers = sum(window is not None for window in diagnosis.case.sizes.windows)
+    lines = [("  layers with a window", f"{layers} of {len(diagnosis.case.sizes.windows)}")]
+    for what, tokens in (("mean", float(total.mean())), ("longest", float(total.max()))):
+        full, kept = budget.bytes_per_token * tokens, budget.request_bytes(tokens)
+        lines.append(
+            (f"  a request of {tokens:,.0f} ({what})",
+             f"{format_bytes(kept)}, {format_bytes(full)} without windows")
+        )  # fmt: skip
+    return lines
 
 
 def cache_cells(simulation: Simulation) -> list[str]:
