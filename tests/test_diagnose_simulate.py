@@ -24,7 +24,7 @@ from paxkv.diagnose.tails import (
 from paxkv.diagnose.trace import Trace, fit_to_context
 
 CONTEXT = 32  # of the small traces
-MIXED = Footprint(((2, None), (3, 6)))  # of five layers, three keep six tokens
+MIXED = Footprint(((2, None), (3, 7)))  # of five layers, three keep six tokens
 POOL = 50  # no multiple of a page, nor a power of two
 
 
@@ -53,7 +53,7 @@ POLICIES = {
     "windows, max": contiguous("max", footprint=MIXED, pool=150),
     "windows, pages": paged(4, footprint=MIXED, pool=150),
     "windows, shared": paged(4, footprint=MIXED, pool=150, shares_prefixes=True, block_tokens=8),
-    "windows only": paged(4, footprint=Footprint(((1, 6),)), pool=30),
+    "windows only": paged(4, footprint=Footprint(((1, 7),)), pool=30),
 }
 
 
@@ -137,19 +137,20 @@ def test_layers_with_a_window_stop_growing():
 
 def test_pages_before_a_window_are_given_back():
     trace = make_trace((8, 4), seconds=[0.0])  # stores 8, 9, 10, 11
-    pages = simulate(paged(4, footprint=Footprint(((1, 6),)))(), trace).account
+    pages = simulate(paged(4, footprint=Footprint(((1, 7),)))(), trace).account
     assert pages.used.tolist() == [6] * 4
     assert (POOL - pages.free - pages.external).tolist() == [8, 12, 8, 8]
 
 
 @given(
-    windows=st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=8),
+    windows=st.lists(st.none() | st.integers(2, 9), min_size=1, max_size=8),
     tokens=st.integers(1, 40), page_size=st.integers(1, 9),
 )  # fmt: skip
 def test_a_footprint_counts_what_windows_hold(windows, tokens, page_size):
     footprint, lengths = Footprint.of_layers(windows), np.arange(1, tokens + 1)
     unit = len(windows) // footprint.shares
-    kept = [range(max(tokens - (window or tokens), 0), tokens) for window in windows]
+    seen = [tokens + 1 if window is None else window for window in windows]  # by the next query
+    kept = [range(max(tokens - (window - 1), 0), tokens) for window in seen]
     assert unit * footprint.used(lengths)[-1] == sum(map(len, kept))
     held = sum(len({token // page_size for token in tokens}) for tokens in kept)
     pages = footprint.pages(lengths, page_size)

@@ -7,7 +7,7 @@ import numpy as np
 from paxkv.diagnose import svg
 from paxkv.diagnose.diagnosis import CURVE_BUDGETS, Diagnosis
 from paxkv.diagnose.memory_map import MappedPage
-from paxkv.diagnose.report import CACHE_NAMES
+from paxkv.diagnose.report import CACHE_NAMES, batch_words
 from paxkv.diagnose.simulate import Simulation
 from paxkv.diagnose.tails import MAX_TAIL_PERCENT
 
@@ -31,8 +31,7 @@ def bars(diagnosis: Diagnosis) -> str:
             shapes.append(svg.text(WIDTH, y + 12, "no request fits", anchor="end"))
             y += 26
             continue
-        at_once = f"{simulation.mean_running:.1f} requests at once"
-        shapes.append(svg.text(WIDTH, y + 12, at_once, anchor="end"))
+        shapes.append(svg.text(WIDTH, y + 12, batch_words(simulation), anchor="end"))
         shapes.append(_bar(simulation, y + 17))
         y += 46
     words, height = svg.legend(svg.FILLS, y=y + 2, width=WIDTH)

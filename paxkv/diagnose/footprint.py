@@ -1,6 +1,7 @@
 """How much of the memory a sequence takes, where some layers keep a window of it only.
 
-Memory is counted in slots: one token in the layers of one *share*. A model whose layers all keep
+A windowed layer keeps what the next query will see of what is stored: `window - 1` tokens. Memory
+is counted in slots: one token in the layers of one *share*. A model whose layers all keep
 the same has one share, and a slot is a token. Of 26 layers of which 22 keep a window, 2 shares
 keep every token and 11 the last ones: a short sequence takes 13 slots per token, a long one 2 for
 each more.
@@ -68,7 +69,7 @@ class Footprint:
     def most_pages(self, tokens: int, page_size: int) -> int:
         """Most pages that a sequence holds until it has so many tokens.
 
-        A window of `w` tokens may lie across one page more than it fills.
+        A window may lie across one page more than it fills.
         """
         pages = -(-tokens // page_size)
         return sum(
@@ -78,10 +79,10 @@ class Footprint:
 
 
 def _num_left(tokens: Any, window: int | None) -> Any:
-    """Tokens before the window."""
+    """Tokens that no query to come sees."""
     if window is None:
         return 0
-    left = tokens - window
+    left = tokens - (window - 1)
     return np.maximum(left, 0) if isinstance(left, np.ndarray) else max(left, 0)
 
 

@@ -41,8 +41,8 @@ def _window(config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window")
     if not window or not config.get("use_sliding_window", True):
         return None
-    if type(window) is not int or window < 1:
-        raise ValueError(f"sliding_window={window!r} must be a whole number above 0")
+    if type(window) is not int or window < 2:
+        raise ValueError(f"sliding_window={window!r} must be a whole number above 1")
     return window
 
 

@@ -76,8 +76,18 @@ def cache_cells(simulation: Simulation) -> list[str]:
         *(f"{shares[kind]:.1f}" for kind in kinds),
         f"{simulation.mean_running:.1f}",
         f"{simulation.num_preemptions:,}",
-        f"{simulation.recomputed_share:.0%}",
+        f"{100 * simulation.recomputed_share:.0f} %",
     ]
+
+
+def batch_words(simulation: Simulation) -> str:
+    """What utilisation alone hides: how many run, and what is lost to preemption."""
+    if not simulation.num_preemptions:
+        return f"{simulation.mean_running:.1f} at once, none preempted"
+    return (
+        f"{simulation.mean_running:.1f} at once; {simulation.num_preemptions:,} preempted, "
+        f"{100 * simulation.recomputed_share:.0f} % redone"
+    )
 
 
 def sharing_lines(diagnosis: Diagnosis) -> list[str]:
@@ -87,7 +97,7 @@ def sharing_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.reuse_kept and diagnosis.reuse_in_pool and pages:
         of_used = pages.shares["duplicate"] / max(pages.shares["used"], 1e-9)
         lines += [
-            f"Prefixes, now: {of_used:.1%} of the tokens in memory are copies of a prefix that "
+            f"Prefixes, now: {100 * of_used:.1f} % of the tokens in memory are copies of a prefix that "
             "another running request has; sharing gives them back.",
             f"Prefixes, over time: {diagnosis.reuse_kept.num_reused:,} of "
             f"{diagnosis.reuse_kept.num_blocks:,} prompt blocks "
