@@ -58,6 +58,7 @@ class PagedPolicy:
             num_pages=num_slots // page_size,
             page_size=page_size,
             max_prefill_tokens=16,  # not asked for: prompts are there when their request begins
+            shares_prefixes=False,  # of tokens, which are not known here
         )
 
     def add(self, request: CountedRequest) -> None:

@@ -97,8 +97,8 @@ def sharing_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.reuse_kept and diagnosis.reuse_in_pool and pages:
         of_used = pages.shares["duplicate"] / max(pages.shares["used"], 1e-9)
         lines += [
-            f"Prefixes, now: {100 * of_used:.1f} % of the tokens in memory are copies of a prefix that "
-            "another running request has; sharing gives them back.",
+            f"Prefixes, now: {100 * of_used:.1f} % of the tokens in memory are copies of a prefix "
+            "that another running request has; sharing gives them back.",
             f"Prefixes, over time: {diagnosis.reuse_kept.num_reused:,} of "
             f"{diagnosis.reuse_kept.num_blocks:,} prompt blocks "
             f"({diagnosis.reuse_kept.percent:.1f} %) came before, so need not be computed if all "
