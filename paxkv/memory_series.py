@@ -7,7 +7,6 @@ have it.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,24 @@ from paxkv.cache import PagedCache
 from paxkv.decoder import LayerGroup
 from paxkv.waste import PoolAccount, account_pool
 
+KINDS = tuple(field.name for field in dataclasses.fields(PoolAccount))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySeries:
-    """Accounts of up to `W` decode steps."""
+    """Accounts of up to `W` decode steps, in as few arrays as can be: they are fetched at once."""
 
-    accounts: tuple[PoolAccount, ...]  # of each layer group's pool, `i32[W]` each
-    running: jax.Array  # i32[W] requests
+    tokens: jax.Array  # i32[W, G, kinds] of each layer group's pool, in the order of `KINDS`
+    running: jax.Array  # i32[W] requests that made a token
 
 
-def init_series(cache: PagedCache, max_steps: int) -> MemorySeries:
+def init_series(num_groups: int, max_steps: int) -> MemorySeries:
     """Room for so many steps, all zeros."""
-    zeros = jnp.zeros(max_steps, jnp.int32)
-    kinds = {field.name: zeros for field in dataclasses.fields(PoolAccount)}
-    return MemorySeries(accounts=tuple(PoolAccount(**kinds) for _ in cache), running=zeros)
+    return MemorySeries(
+        tokens=jnp.zeros((max_steps, num_groups, len(KINDS)), jnp.int32),
+        running=jnp.zeros(max_steps, jnp.int32),
+    )
 
 
 def note_step(
@@ -40,28 +42,26 @@ def note_step(
     *,
     layer_groups: Sequence[LayerGroup],
     is_live: jax.Array,
-    is_waiting: jax.Array,
+    num_running: jax.Array,
+    is_waiting: jax.Array | bool,
 ) -> MemorySeries:
     """Adds the account of a step.
 
     Args:
         series: Those of the steps before.
         cache: With the step's tokens stored, and nothing given back yet.
-        step: `i32[]`, where to put it; one that is not made is `W`, and dropped.
+        step: `i32[]`, where to put it; from `W` on it is dropped.
         layer_groups: The decoder's.
-        is_live: `bool[B]`, slots that had a request at the step's begin.
+        is_live: `bool[B]`, slots that had a request when the step began.
+        num_running: `i32[]`, how many of them made a token.
         is_waiting: `bool[]`, whether a request waits for memory.
     """
-
-    def put(before: jax.Array, now: jax.Array) -> jax.Array:
-        return before.at[step].set(now, mode="drop")
-
-    account = partial(account_pool, is_live=is_live, is_waiting=is_waiting)
-    now = MemorySeries(
-        accounts=tuple(
-            account(table, window=group.window)
-            for group, (_, table) in zip(layer_groups, cache, strict=True)
-        ),
-        running=jnp.sum(is_live, dtype=jnp.int32),
+    accounts = [
+        account_pool(table, is_live=is_live, is_waiting=is_waiting, window=group.window)
+        for group, (_, table) in zip(layer_groups, cache, strict=True)
+    ]
+    tokens = jnp.stack([jnp.stack(jax.tree.leaves(account)) for account in accounts])
+    return MemorySeries(
+        tokens=series.tokens.at[step].set(tokens, mode="drop"),
+        running=series.running.at[step].set(num_running, mode="drop"),
     )
-    return jax.tree.map(put, series, now)

@@ -21,15 +21,21 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import numpy as np
+from jax.typing import DTypeLike
 
+from paxkv.config import page_bytes
 from paxkv.content_keys import content_keys
+from paxkv.decoder import LayerGroup
+from paxkv.memory_series import KINDS as _SERIES_KINDS
 from paxkv.memory_series import MemorySeries
 from paxkv.request_state import Request
+from paxkv.waste import padding_bytes
 
 FORMAT = "paxkv_memory_trace"
 VERSION = 1
@@ -37,14 +43,24 @@ KINDS = ("used", "tail", "reusable", "free", "external")  # the null page is non
 
 
 class MemoryTrace:
-    """Writes the log of one engine.
+    """Writes the log of one engine, and closes it when the engine is gone, if not before.
+
+        with MemoryTrace("engine.jsonl") as trace:
+            LLM(memory_trace=trace).generate(prompts)
 
     Args:
         path: A file that is begun anew.
+        model: The model's name.
+
+    Raises:
+        ValueError: Something else stands in that file.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, model: str = "") -> None:
+        _refuse_to_overwrite(Path(path))
         self._file = Path(path).open("w", encoding="utf-8")
+        self._model = model
+        self._close = weakref.finalize(self, _close, self._file)
         self._key = os.urandom(16)
         self._begin = time.monotonic()
         self._num_steps = 0
@@ -52,9 +68,9 @@ class MemoryTrace:
         self._page_size = 0
 
     def write_header(self, **about: Any) -> None:
-        """Describes the pool; `page_size` must be among it."""
+        """Describes the pool, by the names that the module lists."""
         self._page_size = about["page_size"]
-        self._write({FORMAT: VERSION} | about)
+        _write(self._file, {FORMAT: VERSION, "model": self._model} | about)
 
     def note_arrival(self, request: Request) -> None:
         """Notes when a request was queued."""
@@ -62,7 +78,7 @@ class MemoryTrace:
         self._arrivals[request.id] = {"arrival_seconds": seconds, "arrival_step": self._num_steps}
 
     def write_steps(
-        self, series: MemorySeries, num_steps: int, *, waiting: int, counts: Mapping[str, int]
+        self, series: MemorySeries, num_steps: int, *, waiting: int, **so_far: int
     ) -> None:
         """Adds the steps of a burst, whose arrays have been fetched.
 
@@ -70,21 +86,21 @@ class MemoryTrace:
             series: Of them.
             num_steps: How many were made.
             waiting: Requests that wait.
-            counts: `preemptions` and `recomputed_tokens` so far.
+            **so_far: `preemptions` and `recomputed_tokens`.
         """
         if not num_steps:
             return
         self._num_steps += num_steps
+        by_kind = np.moveaxis(np.asarray(series.tokens)[:num_steps], 0, -1)  # [G, kinds, steps]
         groups = [
-            {kind: np.asarray(getattr(account, kind))[:num_steps].tolist() for kind in KINDS}
-            for account in series.accounts
+            {kind: group[_SERIES_KINDS.index(kind)].tolist() for kind in KINDS} for group in by_kind
         ]
-        self._write({
+        _write(self._file, {
             "end_seconds": round(time.monotonic() - self._begin, 6),
             "running": np.asarray(series.running)[:num_steps].tolist(),
             "waiting": waiting,
             "groups": groups,
-            **counts,
+            **so_far,
         })  # fmt: skip
 
     def write_request(self, request: Request) -> None:
@@ -92,7 +108,7 @@ class MemoryTrace:
         arrival = self._arrivals.pop(request.id, None)
         if arrival is None or not request.output:
             return
-        self._write({
+        _write(self._file, {
             "id": request.id,
             **arrival,
             "prompt_tokens": len(request.prompt),
@@ -103,9 +119,13 @@ class MemoryTrace:
 
     def close(self) -> None:
         """Ends the log, once."""
-        if not self._file.closed:
-            self._write({"closed": True})
-            self._file.close()
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _hash_ids(self, request: Request) -> list[int]:
         """One id for each full page of the prompt, of that page and all before it."""
@@ -114,6 +134,45 @@ class MemoryTrace:
         # 63 bits: an int64, and not negative.
         return [int.from_bytes(key[:8]) >> 1 for key in itertools.islice(keys, num_full)]
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()  # for who follows the log
+
+def open_trace(trace: MemoryTrace | str | Path | None, *, model: str = "") -> MemoryTrace | None:
+    """The log itself, a new one in a file of that name, or none."""
+    return MemoryTrace(trace, model=model) if isinstance(trace, str | Path) else trace
+
+
+def describe(
+    layer_groups: Sequence[LayerGroup], *, page_size: int, dtype: DTypeLike
+) -> dict[str, Any]:
+    """A decoder's cache, as a log's header has it."""
+    groups = [
+        {
+            "layers": len(group.layers),
+            "window": group.window,
+            "bytes_per_token": page_bytes([group], page_size=page_size, dtype=dtype) // page_size,
+            "padding_bytes": padding_bytes([group], page_size=page_size, dtype=dtype) // page_size,
+        }
+        for group in layer_groups
+    ]
+    return {"page_size": page_size, "groups": groups}
+
+
+def _refuse_to_overwrite(path: Path) -> None:
+    start = f'{{"{FORMAT}"'
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(len(start)) != start.encode():
+                raise ValueError(
+                    f"{path} exists and is no log of this kind, so it is left as it is: name "
+                    "another file for the memory trace"
+                )
+
+
+def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    file.flush()  # for who follows the log
+
+
+def _close(file: IO[str]) -> None:
+    if file.tell():  # something was logged
+        _write(file, {"closed": True})
+    file.close()

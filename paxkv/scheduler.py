@@ -119,6 +119,12 @@ class Scheduler:
         """Whether a running request has none."""
         return any(not r.waits_for and not r.num_left for r in self.running.values())
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a request waits for memory, and not for a slot or for what another stores."""
+        has_slot = len(self.running) < self.num_slots
+        return bool(self.waiting) and has_slot and not self.is_waiting_for_pages
+
     def queue(self, request: Request) -> None:
         """Has a request wait for its turn."""
         bisect.insort(self.waiting, request, key=_in_turn)

@@ -4,6 +4,7 @@ import io
 import json
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -14,30 +15,26 @@ from paxkv.cli import app
 from paxkv.diagnose.engine_log import EngineLog
 from paxkv.diagnose.live import render, watch
 from paxkv.diagnose.readers import read_trace
-from paxkv.memory_series import MemorySeries
+from paxkv.memory_series import KINDS, MemorySeries
 from paxkv.memory_trace import MemoryTrace
 from paxkv.prefix_index import PrefixKey
 from paxkv.request_state import Request
-from paxkv.waste import PoolAccount
 
 GROUPS = [{"layers": 2, "window": None, "bytes_per_token": 6, "padding_bytes": 0},
           {"layers": 1, "window": 8, "bytes_per_token": 2, "padding_bytes": 0}]  # fmt: skip
-ABOUT = {"model": "tiny", "page_size": 4, "num_pages": 25, "num_slots": 2, "max_length": 64,
+ABOUT = {"page_size": 4, "num_pages": 25, "num_slots": 2, "max_length": 64,
          "groups": GROUPS}  # fmt: skip
 
 
-def account(used: list[int], tail: list[int]) -> PoolAccount:
-    rest = [100 - u - t for u, t in zip(used, tail, strict=True)]
-    zeros = [0] * len(used)
-    kinds = {"used": used, "tail": tail, "reusable": zeros, "free": rest, "external": zeros,
-             "null": zeros}  # fmt: skip
-    return PoolAccount(**{name: np.array(values, np.int32) for name, values in kinds.items()})  # type: ignore[arg-type]
+def account(used: list[int], tail: list[int]) -> np.ndarray:
+    """`i32[steps, kinds]` of a pool of 100 tokens."""
+    kinds = {"used": np.array(used), "tail": np.array(tail)}
+    kinds["free"] = 100 - kinds["used"] - kinds["tail"]
+    return np.stack([kinds.get(kind, 0 * kinds["used"]) for kind in KINDS], axis=1)
 
 
 def request(id: int, prompt: list[int], num_output: int, **more) -> Request:
-    made = Request(
-        id=id, prompt=prompt, params=settled(), stop_token_ids=(), max_num_tokens=64, **more
-    )
+    made = Request(id=id, prompt=prompt, params=settled(), **more)
     made.output, made.finish_reason = [0] * num_output, "length"
     return made
 
@@ -46,22 +43,24 @@ def request(id: int, prompt: list[int], num_output: int, **more) -> Request:
 def path(tmp_path):
     """A log of two bursts and three requests that ended in another order than they came."""
     path = tmp_path / "log.jsonl"
-    trace = MemoryTrace(path)
+    trace = MemoryTrace(path, model="tiny")
     trace.write_header(**ABOUT)
     prompt = list(range(10))
     requests = [request(0, prompt, 5), request(1, prompt[:9], 2), request(2, [3, *prompt], 1)]
     trace.note_arrival(requests[0])
     trace.note_arrival(requests[1])
     series = MemorySeries(
-        accounts=(account([20, 40, 7], [4, 0, 7]), account([10, 10, 7], [6, 6, 7])),
-        running=np.array([2, 2, 7]),  # type: ignore[arg-type]
+        tokens=jnp.stack(
+            [account([20, 40, 7], [4, 0, 7]), account([10, 10, 7], [6, 6, 7])], axis=1
+        ),
+        running=jnp.array([2, 2, 7]),
     )
     counts = {"preemptions": 1, "recomputed_tokens": 3}
-    trace.write_steps(series, 2, waiting=1, counts=counts)  # the third step was not made
+    trace.write_steps(series, 2, waiting=1, **counts)  # the third step was not made
     trace.note_arrival(requests[2])
     trace.write_request(requests[1])
-    trace.write_steps(series, 1, waiting=0, counts=counts)
-    trace.write_steps(series, 0, waiting=0, counts=counts)
+    trace.write_steps(series, 1, waiting=0, **counts)
+    trace.write_steps(series, 0, waiting=0, **counts)
     for ended in (requests[2], requests[0], request(7, prompt, 3)):  # the last one never came
         trace.write_request(ended)
     trace.close()
@@ -87,6 +86,15 @@ def test_a_log_tells_which_prompts_begin_alike_and_not_what_they_say(path):
     assert len(first) == len(second) == len(third) == 2  # full pages only
     assert first == second and not set(first) & set(third)
     assert not re.search(r"\[0,1,2", path.read_text())
+
+
+def test_a_file_of_another_kind_is_not_overwritten(path, tmp_path):
+    MemoryTrace(path).close()
+    assert path.read_text() == ""  # begun anew, and nothing came
+    (tmp_path / "questions.txt").write_text("Why?\n")
+    with pytest.raises(ValueError, match="exists and is no log of this kind"):
+        MemoryTrace(tmp_path / "questions.txt")
+    assert (tmp_path / "questions.txt").read_text() == "Why?\n"
 
 
 def test_a_key_of_prefixes_tells_equal_prompts_apart(tmp_path):
