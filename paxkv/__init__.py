@@ -47,6 +47,14 @@ if TYPE_CHECKING:
     from paxkv.slots import Finish, Slots, init_slots, requests_from_prompts
     from paxkv.steps import Burst, decode_loop, decode_step, prefill_step
     from paxkv.swap import swap_in, swap_out
+    from paxkv.waste import (
+        PoolAccount,
+        SlotAccounts,
+        account_pool,
+        account_slots,
+        duplicate_tokens,
+        page_fill,
+    )
     from paxkv.windows import release_window
 
 __version__ = "0.1.0"
@@ -70,6 +78,7 @@ __all__ = [
     "NoToken",
     "PagePool",
     "PagedCache",
+    "PoolAccount",
     "PrefixIndex",
     "PrefixKey",
     "QueueFull",
@@ -78,9 +87,12 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "Score",
+    "SlotAccounts",
     "Slots",
     "StreamPiece",
     "TokenLogprob",
+    "account_pool",
+    "account_slots",
     "adopt",
     "adopt_all",
     "append",
@@ -93,6 +105,7 @@ __all__ = [
     "decode_step",
     "default_processors",
     "dense_from_pages",
+    "duplicate_tokens",
     "fork",
     "fork_all",
     "greedy_sampling",
@@ -102,6 +115,7 @@ __all__ = [
     "init_page_pool",
     "init_slots",
     "merge",
+    "page_fill",
     "pages_from_dense",
     "prefill_step",
     "release",
@@ -147,6 +161,7 @@ _HOMES = {
     "steps": "Burst decode_loop decode_step prefill_step",
     "swap": "swap_in swap_out",
     "windows": "release_window",
+    "waste": "PoolAccount SlotAccounts account_pool account_slots duplicate_tokens page_fill",
 }
 
 

@@ -17,12 +17,14 @@ from paxkv.cli_common import (
     MaxLength,
     MaxSlots,
     MemoryShare,
+    MemoryTraceFile,
     Model,
     PageSize,
     Refused,
     errors_told,
     load_llm,
     notes,
+    opened_trace,
     progress_bar,
     summary,
 )
@@ -118,6 +120,7 @@ def generate(
     page_size: PageSize = 16,
     max_slots: MaxSlots = 32,
     max_length: MaxLength = None,
+    memory_trace: MemoryTraceFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")
     ] = False,
@@ -139,7 +142,7 @@ def generate(
         raise Refused("give either a PROMPT or --file, a file with one prompt per line")
     if logprobs is not None and not as_json:
         raise Refused("--logprobs has no place in text: add --json")
-    with errors_told():
+    with errors_told(), opened_trace(memory_trace, model) as trace:
         prompts = [prompt] if prompt is not None else _lines(file)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -150,7 +153,7 @@ def generate(
         llm = load_llm(
             model, dtype=dtype, kv_memory=kv_memory, memory_share=memory_share,
             page_size=page_size, max_length=max_length,
-            max_slots=min(max_slots, len(prompts) * n),
+            max_slots=min(max_slots, len(prompts) * n), memory_trace=trace,
         )  # fmt: skip
         if chat or (chat is None and llm.tokenizer and llm.tokenizer.chat_template):
             prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]

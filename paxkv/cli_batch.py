@@ -9,16 +9,19 @@ from rich.progress import MofNCompleteColumn
 
 from paxkv.batch import Results, read_requests, run_batch
 from paxkv.cli_common import (
+    BUNDLED,
     Dtype,
     KVMemory,
     MaxLength,
     MaxSlots,
     MemoryShare,
+    MemoryTraceFile,
     Model,
     PageSize,
     errors_told,
     load_llm,
     notes,
+    opened_trace,
     progress_bar,
     summary,
 )
@@ -43,6 +46,7 @@ def batch(
     page_size: PageSize = 16,
     max_slots: MaxSlots = 32,
     max_length: MaxLength = None,
+    memory_trace: MemoryTraceFile = None,
 ) -> None:
     """Serve a file of requests; run again, it goes on where it was stopped.
 
@@ -65,11 +69,12 @@ def batch(
             if before := len(results.done):
                 notes.print(f"{before} results stand in {output} already")
             if before < len(requests):
-                all_served = _serve(
-                    requests, results, model=model, dtype=dtype, kv_memory=kv_memory,
-                    memory_share=memory_share, page_size=page_size, max_length=max_length,
-                    max_slots=min(max_slots, len(requests) - before),
-                )  # fmt: skip
+                with opened_trace(memory_trace, model) as trace:
+                    all_served = _serve(
+                        requests, results, model=model, dtype=dtype, kv_memory=kv_memory,
+                        memory_share=memory_share, page_size=page_size, max_length=max_length,
+                        max_slots=min(max_slots, len(requests) - before), memory_trace=trace,
+                    )  # fmt: skip
     notes.print(f"{len(requests)} results in {output}")
     if not all_served:
         raise typer.Exit(1)
@@ -83,7 +88,7 @@ def _serve(requests, results: Results, *, model: str | None, **settings) -> bool
         with progress_bar(MofNCompleteColumn()) as progress:
             total, before = len(requests), len(results.done)
             task = progress.add_task("serving", total=total, completed=before)
-            for ended in run_batch(llm, requests, results, model=model or "SmolLM2-135M-Instruct"):
+            for ended in run_batch(llm, requests, results, model=model or BUNDLED):
                 progress.advance(task)
                 if ended.error is not None:
                     all_served = False

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 import paxkv
+from paxkv.memory_trace import MemoryTrace, open_trace
+
+BUNDLED = "SmolLM2-135M-Instruct"  # the model, where none is named
 
 notes = Console(stderr=True, highlight=False, markup=False)  # all but the results themselves
 
@@ -45,6 +49,17 @@ MaxLength = Annotated[
 ]
 
 
+MemoryTraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory-trace",
+        help="Log what the KV memory is used for, step by step, for `paxkv diagnose FILE`, and "
+        "`paxkv diagnose --live FILE` meanwhile.",
+        show_default=False,
+    ),
+]
+
+
 class Refused(typer.BadParameter):
     """What the user asked for cannot be; shown without a traceback."""
 
@@ -71,6 +86,14 @@ def load_llm(model: str | None, **settings) -> "paxkv.LLM":
         )
 
 
+@contextlib.contextmanager
+def opened_trace(path: Path | None, model: str | None) -> Iterator[MemoryTrace | None]:
+    """The log of that name, closed in the end."""
+    trace = open_trace(path, model=model or BUNDLED)
+    with trace or contextlib.nullcontext():
+        yield trace
+
+
 def progress_bar(*columns) -> Progress:
     """A bar on standard error that leaves nothing behind."""
     shown = [TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn()]
@@ -87,5 +110,6 @@ def summary(llm: "paxkv.LLM") -> str:
         f"{stats.prefill_tokens} tokens prefilled at {prefill:.0f}/s, "
         f"{stats.decode_tokens} new tokens at {decode:.1f}/s; "
         f"{stats.peak_pages} of {engine.num_pages} pages used, "
-        f"tokens in {share:.1%} of the KV memory"
+        f"tokens in {share:.1%} of the KV memory; {stats.num_preemptions} preemptions, "
+        f"{stats.recomputed_tokens} tokens stored again"
     )

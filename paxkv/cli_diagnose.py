@@ -1,9 +1,11 @@
 """The command `paxkv diagnose`."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from paxkv.cli_common import notes
 
@@ -12,19 +14,19 @@ def diagnose(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace of requests: CSV with a header, JSON lines, or an OpenAI batch file; or "
-            "built-in lengths: sharegpt, azure-conv, azure-code.",
+            help="A trace of requests: CSV with a header, JSON lines, an OpenAI batch file, or "
+            "what --memory-trace wrote; or built-in lengths: sharegpt, azure-conv, azure-code.",
             show_default=False,
         ),
     ],
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A config.json, a folder with one, or a built-in name such as opt-13b or "
             "llama-3.1-8b.",
             show_default=False,
         ),
-    ],
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -100,6 +102,12 @@ def diagnose(
             show_default=False,
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live", help="Follow the log of a running engine, which --memory-trace writes."
+        ),
+    ] = False,
 ) -> None:
     """Find out what the KV memory is used for, before you touch the model.
 
@@ -116,7 +124,15 @@ def diagnose(
         paxkv diagnose requests.csv --model path/to/config.json --memory 80GB --html report.html
 
         paxkv diagnose batch_output.jsonl --model llama-3.1-8b --memory l4 --weights int8
+
+        paxkv diagnose engine.jsonl --live
     """
+    if live:
+        from paxkv.diagnose.live import watch
+
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(trace, Console(highlight=False))
+        return
     from paxkv.diagnose import command
 
     with notes.status("reading the trace") as status:

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from paxkv.decoder import Decoder
 from paxkv.engine_checks import Limits, check_power_of_two, check_same_shapes, whole_numbers
 from paxkv.errors import DeadlineExceeded, QueueFull
 from paxkv.logits_processors import LogitsProcessor
+from paxkv.memory_report import MemoryReport, report_memory
+from paxkv.memory_trace import MemoryTrace, describe, open_trace
 from paxkv.metrics import EngineStats, Latencies, Metrics
 from paxkv.preemption import Preemption, PreemptionCosts, Swapper
 from paxkv.prefix_index import NO_KEY, PrefixKey
@@ -27,7 +30,7 @@ from paxkv.runner import Runner
 from paxkv.samples import sample_params
 from paxkv.scheduler import Scheduler
 from paxkv.slots import DEFAULT_PROCESSOR, News, Slots
-from paxkv.steps import PromptLogprobs
+from paxkv.steps import Burst, PromptLogprobs
 from paxkv.transfer import take_prompt_logprobs, take_tokens
 from paxkv.turns import alone
 
@@ -70,6 +73,8 @@ class Engine:
             one request of `max_length` is always left.
         processor: Changes logits before sampling; put your own behind the default ones with
             `chain`.
+        memory_trace: Where to log what the memory is used for, step by step, and every request's
+            lengths: for `paxkv diagnose`.
         clock: Seconds from any moment on, for deadlines and latencies.
 
     Raises:
@@ -95,6 +100,7 @@ class Engine:
         prefix_caching: bool = True,
         max_pinned_share: float = 0.5,
         processor: LogitsProcessor = DEFAULT_PROCESSOR,
+        memory_trace: MemoryTrace | str | Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         num_slots, max_length, num_pages, page_size, max_burst, seed = whole_numbers(
@@ -169,6 +175,7 @@ class Engine:
             max_burst=max_burst,
             seed=seed,
             keeps_pages=self._scheduler.shares_prefixes,
+            notes_memory=memory_trace is not None,
             processor=processor,
         )
         self._swapper = Swapper(
@@ -177,6 +184,13 @@ class Engine:
             max_bytes=num_pages * self.page_bytes if max_swap_bytes is None else max_swap_bytes,
             page_bytes=self.page_bytes,
         )
+
+        self._memory_trace = open_trace(memory_trace)
+        if self._memory_trace:
+            self._memory_trace.write_header(
+                **describe(decoder.layer_groups, page_size=page_size, dtype=dtype),
+                num_pages=num_pages - 1, num_slots=num_slots, max_length=self.max_length,
+            )  # fmt: skip
 
     @property
     def decoder(self) -> Decoder:
@@ -228,6 +242,8 @@ class Engine:
             self._live[part.id] = part
         for part in parts:
             self._scheduler.queue(part)
+            if self._memory_trace:
+                self._memory_trace.note_arrival(part)
         self.stats.prompt_tokens += len(request.prompt)
         return request.id
 
@@ -280,8 +296,11 @@ class Engine:
         self._costs.note_recompute(self.stats.prefill_tokens - num_stored, middle - begin)
         if scheduler.is_storing or scheduler.is_waiting_for_pages:
             num_steps = min(num_steps, 1)
-        burst = self._runner.decode(num_steps, until_finish=bool(scheduler.waiting))
+        burst = self._runner.decode(
+            num_steps, until_finish=bool(scheduler.waiting), is_waiting=scheduler.is_blocked
+        )
         (burst, prompt_logprobs), tables = self._runner.fetch((burst, prompt_logprobs))
+        self._trace_steps(burst)
         self.stats.prefill_seconds += middle - begin
         self.stats.decode_seconds += time.perf_counter() - middle
         for q_lens, logprobs in prompt_logprobs:
@@ -352,6 +371,17 @@ class Engine:
             token_gap_seconds=self._latencies.token_gap,
             stats=dataclasses.replace(self.stats),
         )
+
+    @alone
+    def memory_report(self) -> MemoryReport:
+        """What the memory is used for now: by kind, layer group and request, in tokens and bytes.
+
+        Also how many tokens stand in it twice, apart from what is kept to be reused over time.
+        """
+        return report_memory(
+            self._runner.cache, self.decoder.layer_groups, self._scheduler.running,
+            is_waiting=self._scheduler.is_blocked,
+        )  # fmt: skip
 
     def warm(
         self, tokens: Sequence[int], *, prefix_key: PrefixKey = NO_KEY, pin: bool = False
@@ -559,6 +589,14 @@ class Engine:
             self._latencies.note(num_new, now - before, are_first=False)
         request.last_token_seconds = now
 
+    def _trace_steps(self, burst: Burst) -> None:
+        if self._memory_trace and burst.memory:
+            self._memory_trace.write_steps(
+                burst.memory, int(burst.num_steps), waiting=len(self._scheduler.waiting),
+                preemptions=self.stats.num_preemptions,
+                recomputed_tokens=self.stats.recomputed_tokens,
+            )  # fmt: skip
+
     def _note_peak(self) -> None:
         num_pages = self._scheduler.num_pages_used
         if num_pages > self.stats.peak_pages:
@@ -579,6 +617,8 @@ class Engine:
     def _forget(self, ended: Request) -> None:
         """Drops a request that has ended, and, with the last of its samples, the whole."""
         self._live.pop(ended.id, None)
+        if self._memory_trace:
+            self._memory_trace.write_request(ended)
         whole = self._live.get(ended.family) if ended.family is not None else None
         if whole and all(sample.finish_reason for sample in whole.samples):
             whole.finish_reason, whole.error = ended.finish_reason, ended.error

@@ -20,6 +20,7 @@ from paxkv.decoder import Decoder
 from paxkv.engine import Engine
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.memory import format_bytes, free_bytes, parse_bytes
+from paxkv.memory_trace import MemoryTrace, open_trace
 from paxkv.models.bundled import name_or_bundled, recommended_sampling
 from paxkv.models.chat_template import render_chat
 from paxkv.models.generation import GenerationConfig
@@ -81,6 +82,7 @@ class LLM:
         seed: What requests without a seed of their own draw from.
         prefix_caching: Keep what requests have stored, while there is room, for later ones that
             begin with the same tokens.
+        memory_trace: Where to log what the memory is used for, for `paxkv diagnose`.
         processor: Changes logits before sampling (see `paxkv.logits_processors`).
         compilation_cache: Keeps compiled programs in the user's cache folder.
         on_progress: Called with bytes loaded and bytes in all while the weights load.
@@ -104,6 +106,7 @@ class LLM:
         max_burst: int = 32,
         seed: int = 0,
         prefix_caching: bool = True,
+        memory_trace: MemoryTrace | str | Path | None = None,
         processor: LogitsProcessor = DEFAULT_PROCESSOR,
         compilation_cache: bool = True,
         on_progress: OnProgress | None = None,
@@ -142,6 +145,9 @@ class LLM:
             decoder, num_slots=max_slots, max_length=max_length, num_pages=num_pages,
             page_size=page_size, dtype=dtype, max_prefill_tokens=max_prefill_tokens,
             max_burst=max_burst, seed=seed, prefix_caching=prefix_caching, processor=processor,
+            memory_trace=open_trace(
+                memory_trace, model=str(model) if isinstance(model, str | Path) else ""
+            ),
         )  # fmt: skip
 
     def generate(

@@ -41,6 +41,7 @@ class Runner:
         max_burst: Decode steps between two looks of the host.
         seed: What requests without a seed of their own draw from.
         keeps_pages: Whether the pages of requests that end stay in their slots until `settle`.
+        notes_memory: Whether bursts tell what the memory was used for.
         processor: Changes logits before sampling.
     """
 
@@ -56,6 +57,7 @@ class Runner:
         max_burst: int,
         seed: int,
         keeps_pages: bool,
+        notes_memory: bool,
         processor: LogitsProcessor,
     ) -> None:
         self.decoder = decoder
@@ -64,6 +66,7 @@ class Runner:
         self._max_logprobs = min(MAX_LOGPROBS, decoder.vocab_size)
         self._seed = seed
         self._keeps_pages = keeps_pages
+        self._notes_memory = notes_memory
         self._processor = processor
         self._verdicts: list[jax.Array] = []  # of operations that must go well
         self.cache: PagedCache = init_cache(
@@ -113,11 +116,12 @@ class Runner:
             self.cache, ok = fork_all_jit(self.cache, rows)
             self._verdicts.append(ok)
 
-    def decode(self, num_steps: int, *, until_finish: bool) -> Burst:
-        """Decodes for a burst."""
+    def decode(self, num_steps: int, *, until_finish: bool, is_waiting: bool) -> Burst:
+        """Decodes for a burst; arguments are those of `decode_loop`."""
         self.cache, self.slots, burst = decode_loop_jit(
             self.decoder, self.cache, self.slots, np.int32(num_steps),
-            until_finish=np.bool_(until_finish), keeps_pages=self._keeps_pages,
+            until_finish=np.bool_(until_finish), is_waiting=np.bool_(is_waiting),
+            keeps_pages=self._keeps_pages, notes_memory=self._notes_memory,
             processor=self._processor,
         )  # fmt: skip
         return burst

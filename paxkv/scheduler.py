@@ -119,6 +119,12 @@ class Scheduler:
         """Whether a running request has none."""
         return any(not r.waits_for and not r.num_left for r in self.running.values())
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a request waits for memory, and not for a slot or for what another stores."""
+        has_slot = len(self.running) < self.num_slots
+        return bool(self.waiting) and has_slot and not self.is_waiting_for_pages
+
     def queue(self, request: Request) -> None:
         """Has a request wait for its turn."""
         bisect.insort(self.waiting, request, key=_in_turn)
@@ -269,7 +275,9 @@ class Scheduler:
         running = self.running.values()
         promised = sum(self._pages_at_most(r, r.num_tokens) + 1 - len(r.path) for r in running)
         promised -= self._num_repeated(running)
-        is_repeated = any(r.prompt_pages is request.prompt_pages for r in running)
+        is_repeated = request.family is not None and any(
+            r.prompt_pages is request.prompt_pages for r in running
+        )
         num_shared = self._prompt_pages(request) if is_repeated else len(hit.nodes)
         wanted = self._pages_at_most(request, request.num_tokens) + 1 - num_shared
         kept = self.index.num_used + sum(not node.num_users for node in hit.all_nodes)
@@ -302,6 +310,8 @@ class Scheduler:
         """
         held: dict[object, list[int]] = collections.defaultdict(list)
         for r in requests:
+            if r.family is None:
+                continue
             others = max(len(r.path), self._pages_left(r.num_stored))  # not its own, or no more
             held[r.prompt_pages].append(max(0, self._prompt_pages(r) - others))
         return sum(sum(pages) - max(pages) for pages in held.values())

@@ -32,6 +32,7 @@ from paxkv.cache import (
 from paxkv.cache_view import CacheView
 from paxkv.decoder import Decoder
 from paxkv.logits_processors import LogitsProcessor
+from paxkv.memory_series import MemorySeries, init_series, note_step
 from paxkv.pallas_kernels.ragged import Ragged
 from paxkv.sampling import log_probabilities, sample
 from paxkv.slots import DEFAULT_PROCESSOR, Finish, News, Requests, Slots, admit, view_of
@@ -55,6 +56,17 @@ class Burst(NamedTuple):
     lengths: jax.Array  # i32[B] tokens in the cache now
     num_steps: jax.Array  # i32[] decode steps made
     fits: jax.Array  # bool[] False: the pool could not serve the next step
+    memory: MemorySeries | None = None  # of these steps, if it was noted
+
+
+class _LoopState(NamedTuple):
+    """What a decode loop carries."""
+
+    cache: PagedCache
+    slots: Slots
+    memory: MemorySeries | None
+    steps: jax.Array  # i32[] made
+    fits: jax.Array  # bool[]
 
 
 def prefill_step(
@@ -106,14 +118,8 @@ def decode_step(
     Returns:
         The new cache and slots, and `bool[]`, whether the pool had the pages.
     """
-    is_decoding = _is_decoding(cache, slots)
-    cache, fits, logits = store_newest(
-        decoder, cache, is_decoding, partial(_tokens_at, slots.requests)
-    )
-    slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
-    if not keeps_pages:
-        cache, _ = release_all(cache, has_ended)
-    return cache, dataclasses.replace(slots, is_active=slots.is_active & ~has_ended), fits
+    cache, slots, has_ended, fits = _store_and_sample(decoder, cache, slots, processor)
+    return *_retire(cache, slots, has_ended, keeps_pages=keeps_pages), fits
 
 
 def decode_loop(
@@ -123,7 +129,9 @@ def decode_loop(
     num_steps: jax.Array | int,
     *,
     until_finish: jax.Array | bool = False,
+    is_waiting: jax.Array | bool = False,
     keeps_pages: bool = False,
+    notes_memory: bool = False,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
 ) -> tuple[PagedCache, Slots, Burst]:
     """Decodes until no slot lives, `num_steps` are made, or the pool cannot serve the next step.
@@ -136,30 +144,38 @@ def decode_loop(
         slots: Likewise. The host is taken to have seen its news once this returns.
         num_steps: `i32[]`. A slot's news must also have room: `max_burst` tokens.
         until_finish: `bool[]`, also return when a request ends, so that its slot can be refilled.
+        is_waiting: `bool[]`, whether a request waits for memory, for the notes on it.
         keeps_pages: Leave the pages of requests that end in their slots, for a prefix index.
+        notes_memory: Note what the memory is used for at every step, see `MemorySeries`.
         processor: Changes the logits before sampling.
     """
+    max_steps = slots.news.tokens.shape[1]
     has_ended_before = slots.news.finish != Finish.NOT
 
-    def goes_on(state: tuple[PagedCache, Slots, jax.Array, jax.Array]) -> jax.Array:
-        cache, slots, steps, fits = state
-        has_room = jnp.max(slots.news.counts) < slots.news.tokens.shape[1]
+    def goes_on(state: _LoopState) -> jax.Array:
+        cache, slots, _, steps, fits = state
+        has_room = jnp.max(slots.news.counts) < max_steps
         has_ended = (slots.news.finish != Finish.NOT) & ~has_ended_before
         pauses = jnp.any(has_ended) & until_finish
         return fits & jnp.any(_is_decoding(cache, slots)) & (steps < num_steps) & has_room & ~pauses
 
-    def step(
-        state: tuple[PagedCache, Slots, jax.Array, jax.Array],
-    ) -> tuple[PagedCache, Slots, jax.Array, jax.Array]:
-        cache, slots, steps, _ = state
-        cache, slots, fits = decode_step(
-            decoder, cache, slots, keeps_pages=keeps_pages, processor=processor
-        )
-        return cache, slots, steps + fits.astype(jnp.int32), fits
+    def step(state: _LoopState) -> _LoopState:
+        cache, slots, memory, steps, _ = state
+        is_live, num_running = slots.is_active, jnp.sum(_is_decoding(cache, slots), dtype=jnp.int32)
+        cache, slots, has_ended, fits = _store_and_sample(decoder, cache, slots, processor)
+        if memory is not None:
+            memory = note_step(
+                memory, cache, jnp.where(fits, steps, max_steps),
+                layer_groups=decoder.layer_groups, is_live=is_live, num_running=num_running,
+                is_waiting=is_waiting,
+            )  # fmt: skip
+        cache, slots = _retire(cache, slots, has_ended, keeps_pages=keeps_pages)
+        return _LoopState(cache, slots, memory, steps + fits.astype(jnp.int32), fits)
 
-    start = (cache, slots, jnp.int32(0), jnp.array(True))
-    cache, slots, steps, fits = lax.while_loop(goes_on, step, start)
-    burst = Burst(slots.news, _lengths(cache), steps, fits)
+    memory = init_series(len(cache), max_steps) if notes_memory else None
+    start = _LoopState(cache, slots, memory, jnp.int32(0), jnp.array(True))
+    cache, slots, memory, steps, fits = lax.while_loop(goes_on, step, start)
+    burst = Burst(slots.news, _lengths(cache), steps, fits, memory)
     seen = dataclasses.replace(
         slots.news,
         counts=jnp.zeros_like(slots.news.counts),
@@ -263,6 +279,27 @@ def store_newest(
     )  # fmt: skip
     last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
     return cache, fits, decoder.logits(hidden[last_rows])
+
+
+def _store_and_sample(
+    decoder: Decoder, cache: PagedCache, slots: Slots, processor: LogitsProcessor
+) -> tuple[PagedCache, Slots, jax.Array, jax.Array]:
+    """A decode step but for its end: also which requests end (`bool[B]`), and whether it fitted."""
+    is_decoding = _is_decoding(cache, slots)
+    cache, fits, logits = store_newest(
+        decoder, cache, is_decoding, partial(_tokens_at, slots.requests)
+    )
+    slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
+    return cache, slots, has_ended, fits
+
+
+def _retire(
+    cache: PagedCache, slots: Slots, has_ended: jax.Array, *, keeps_pages: bool
+) -> tuple[PagedCache, Slots]:
+    """Takes requests out of the batch that have ended (`bool[B]`)."""
+    if not keeps_pages:
+        cache, _ = release_all(cache, has_ended)
+    return cache, dataclasses.replace(slots, is_active=slots.is_active & ~has_ended)
 
 
 def _lengths(cache: PagedCache) -> jax.Array:
@@ -382,7 +419,7 @@ prefill_step_jit = jax.jit(
 )
 decode_loop_jit = jax.jit(
     decode_loop,
-    static_argnames=("keeps_pages", "processor"),
+    static_argnames=("keeps_pages", "notes_memory", "processor"),
     donate_argnames=("cache", "slots"),
 )
 admit_step_jit = jax.jit(

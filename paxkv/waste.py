@@ -56,19 +56,29 @@ class SlotAccounts:
     shared: jax.Array  # of used: in pages that somebody else holds too
 
 
-def account_pool(table: BlockTable, *, is_waiting: ArrayLike = False) -> PoolAccount:
+def account_pool(
+    table: BlockTable,
+    *,
+    is_waiting: ArrayLike = False,
+    is_live: jax.Array | None = None,
+    window: int | None = None,
+) -> PoolAccount:
     """Sorts every token slot of the pool by kind.
 
     Args:
         table: The state.
         is_waiting: `bool[]`, whether a request waits for memory.
+        is_live: `bool[B]`, slots whose sequence has not ended; None for all. Pages that only ended
+            ones name count as reusable until they are given back.
+        window: Tokens that a query sees in these layers, None for all. Those that no query to come
+            sees, but whose page holds others, count as tail.
     """
     page_size = table.page_size
-    is_live = _is_live(table)
-    num_live = jnp.sum(is_live, dtype=jnp.int32)
+    fill = _marked_fill(table, is_live, window)
+    num_live = jnp.sum(fill > 0, dtype=jnp.int32)
     is_free = table.ref_counts == 0
     num_free = jnp.sum(is_free, dtype=jnp.int32)
-    used = jnp.sum(page_fill(table), dtype=jnp.int32)
+    used = jnp.sum(fill, dtype=jnp.int32) - num_live
     waiting_free = jnp.where(is_waiting, num_free, 0)
     num_reusable = table.ref_counts.shape[0] - 1 - num_live - num_free
     return PoolAccount(
@@ -81,9 +91,9 @@ def account_pool(table: BlockTable, *, is_waiting: ArrayLike = False) -> PoolAcc
     )
 
 
-def account_slots(table: BlockTable) -> SlotAccounts:
-    """Sorts the tokens of every slot's pages by kind."""
-    fill = _entry_fill(table)
+def account_slots(table: BlockTable, *, window: int | None = None) -> SlotAccounts:
+    """Sorts the tokens of every slot's pages by kind; see `account_pool` for the window."""
+    fill = _entry_fill(table, window)
     is_held = _is_held(table)
     is_shared = is_held & (table.ref_counts[table.block_tables] > 1)
     used = jnp.sum(fill, axis=1, dtype=jnp.int32)
@@ -97,9 +107,7 @@ def page_fill(table: BlockTable) -> jax.Array:
 
     Sequences that share a page may stand at different places in it: the furthest counts.
     """
-    pool_pages = table.ref_counts.shape[0]
-    pages = jnp.where(_is_held(table), table.block_tables, pool_pages)
-    return jnp.zeros(pool_pages, jnp.int32).at[pages].max(_entry_fill(table), mode="drop")
+    return jnp.maximum(_marked_fill(table) - 1, 0)
 
 
 def in_bytes(account: PoolAccount, *, bytes_per_token: int) -> dict[str, int]:
@@ -145,15 +153,28 @@ def _is_held(table: BlockTable) -> jax.Array:
     return table.block_tables != NULL_PAGE
 
 
-def _entry_fill(table: BlockTable) -> jax.Array:
-    """Tokens that stand in the page of each entry, `i32[B, M]`."""
-    column = jnp.arange(table.block_tables.shape[1], dtype=jnp.int32)[None]
-    fill = jnp.clip(table.lengths[:, None] - column * table.page_size, 0, table.page_size)
+def _entry_fill(table: BlockTable, window: int | None = None) -> jax.Array:
+    """Tokens that stand in the page of each entry and may still be seen, `i32[B, M]`."""
+    begin = jnp.arange(table.block_tables.shape[1], dtype=jnp.int32)[None] * table.page_size
+
+    def up_to(tokens: jax.Array) -> jax.Array:
+        return jnp.clip(tokens[:, None] - begin, 0, table.page_size)
+
+    fill = up_to(table.lengths)
+    if window is not None:
+        fill -= up_to(table.lengths - (window - 1))
     return jnp.where(_is_held(table), fill, 0)
 
 
-def _is_live(table: BlockTable) -> jax.Array:
-    """Which pages `bool[P]` a sequence names, the null page left out."""
+def _marked_fill(
+    table: BlockTable, is_live: jax.Array | None = None, window: int | None = None
+) -> jax.Array:
+    """Tokens that each page holds and one more, `i32[P]`; 0 where no live slot names it.
+
+    So that one scatter tells which pages are named, even without a token yet, and how full.
+    """
     pool_pages = table.ref_counts.shape[0]
-    pages = jnp.where(_is_held(table), table.block_tables, pool_pages)
-    return jnp.zeros(pool_pages, bool).at[pages].set(True, mode="drop")
+    is_named = _is_held(table) if is_live is None else _is_held(table) & is_live[:, None]
+    pages = jnp.where(is_named, table.block_tables, pool_pages)
+    marks = _entry_fill(table, window) + 1
+    return jnp.zeros(pool_pages, jnp.int32).at[pages].max(marks, mode="drop")

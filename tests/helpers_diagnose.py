@@ -55,7 +55,7 @@ def make_case(trace: Trace | None = None, **changes) -> Case:
     sizes = find_sizes("opt-13b")
     budget = make_budget(
         sizes, memory_bytes=40 << 30, weight_bytes=26 << 30, activation_bytes=2 << 30,
-        kv_dtype="fp16", num_devices=1, mean_tokens=float(trace.total_tokens.mean()),
+        kv_dtype="fp16", num_devices=1,
     )  # fmt: skip
     settings: dict[str, Any] = {"max_length": OPT_CONTEXT, "page_size": 16, "max_running": 1024}
     settings |= {"max_steps": 1500, "step_seconds": 0.03}

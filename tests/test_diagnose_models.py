@@ -23,7 +23,7 @@ BASE = {
 def budget_of(sizes: ModelSizes, **changes):
     settings = {
         "memory_bytes": 40 << 30, "weight_bytes": 26 << 30, "activation_bytes": 2 << 30,
-        "kv_dtype": "bf16", "num_devices": 1, "mean_tokens": 500.0,
+        "kv_dtype": "bf16", "num_devices": 1,
     }  # fmt: skip
     return make_budget(sizes, **(settings | changes))
 
@@ -59,8 +59,9 @@ def test_built_in_models_have_the_sizes_that_are_known(name, parameters, kv_byte
         ({"multi_query": True}, 6 * 2 * 1 * 8),
         ({"kv_lora_rank": 48, "qk_rope_head_dim": 16}, 6 * 64),
         ({"num_kv_shared_layers": 2}, 4 * 2 * 8 * 8),
+        ({"layer_types": ["linear_attention", "full_attention"] * 3}, 3 * 2 * 8 * 8),
     ],
-    ids=["heads", "grouped", "head_dim", "multi_query", "latent", "shared_layers"],
+    ids=["heads", "grouped", "head_dim", "multi_query", "latent", "shared_layers", "hybrid"],
 )
 def test_kv_bytes_follow_the_config(changes, numbers):
     assert read_sizes(BASE | changes, "x").kv_bytes_per_token("bf16") == 2 * numbers
@@ -88,13 +89,19 @@ def test_names_of_other_families_are_known():
             {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
             [0, 2, 4],
         ),
+        (
+            {"attention_chunk_size": 8, "layer_types": ["chunked_attention"] * 6},
+            [0, 1, 2, 3, 4, 5],
+        ),
+        ({"sliding_window": 8, "model_type": "gemma2"}, [0, 2, 4]),
     ],
 )
 def test_windowed_layers_keep_their_window(changes, windowed):
     sizes = read_sizes(BASE | changes, "x")
     assert [layer for layer, window in enumerate(sizes.windows) if window] == windowed
-    kept = (len(windowed) * 8 + (6 - len(windowed)) * 32) / (6 * 32)
-    assert sizes.stored_share(32) == pytest.approx(kept)
+    kept = (len(windowed) * 7 + (6 - len(windowed)) * 32) / (6 * 32)  # besides the next token
+    budget = budget_of(sizes)
+    assert budget.request_bytes(32) == pytest.approx(kept * 32 * budget.bytes_per_token)
 
 
 @pytest.mark.parametrize("name", WINDOW_CASES)
@@ -110,6 +117,8 @@ def test_windowed_layers_are_those_of_the_decoder(name):
         ({"num_hidden_layers": None}, "names no num_hidden_layers"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a whole number"),
         ({"sliding_window": 8, "layer_types": ["full_attention"]}, "names 1 of 6 layers"),
+        ({"layer_types": ["mamba"] * 6}, "none of its layers keeps keys and values"),
+        ({"sliding_window": "8"}, "sliding_window='8' must be a whole number above 1"),
     ],
 )
 def test_sizes_that_are_missing_are_told(changes, told):
@@ -184,7 +193,7 @@ def test_memories_are_found_by_name_or_size():
 def test_remedies_are_computed_from_bytes():
     budget = budget_of(MODELS["opt-13b"])
     found = {remedy.name: remedy for remedy in possible_remedies(
-        budget, MODELS["opt-13b"], used_tokens=float(budget.num_slots),
+        budget, MODELS["opt-13b"], used_slots=float(budget.num_slots),
     )}  # fmt: skip
     half = found["weights in half the bits"]
     assert half.requests == pytest.approx(25 / 12, rel=1e-3)
@@ -194,5 +203,5 @@ def test_remedies_are_computed_from_bytes():
     assert heads.requests == pytest.approx(5, rel=1e-3)
     assert found["2 devices"].requests == pytest.approx(2 * 25 / 12, rel=1e-3)
     grouped = possible_remedies(budget_of(MODELS["llama-3.1-8b"]), MODELS["llama-3.1-8b"],
-                                used_tokens=float(make_trace((3, 4)).total_tokens[0]))  # fmt: skip
+                                used_slots=float(make_trace((3, 4)).total_tokens[0]))  # fmt: skip
     assert not any("KV heads" in remedy.name for remedy in grouped)

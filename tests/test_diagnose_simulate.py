@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from helpers_diagnose import OPT_CONTEXT, OPT_SLOTS, make_trace, trace_path, with_blocks
 from paxkv.diagnose.contiguous import AllocatorName, ContiguousPolicy, Want
 from paxkv.diagnose.distributions import DISTRIBUTIONS, sample_trace
+from paxkv.diagnose.footprint import Footprint
 from paxkv.diagnose.paged import PagedPolicy
 from paxkv.diagnose.prefixes import reuse_over_time
 from paxkv.diagnose.readers import read_trace
@@ -23,6 +24,7 @@ from paxkv.diagnose.tails import (
 from paxkv.diagnose.trace import Trace, fit_to_context
 
 CONTEXT = 32  # of the small traces
+MIXED = Footprint(((2, None), (3, 7)))  # of five layers, three keep six tokens
 POOL = 50  # no multiple of a page, nor a power of two
 
 
@@ -48,6 +50,10 @@ POLICIES = {
     "two at most": paged(4, max_running=2),
     "two samples": paged(4, num_samples=2, pool=80),
     "shared prefixes": paged(4, shares_prefixes=True, block_tokens=8),
+    "windows, max": contiguous("max", footprint=MIXED, pool=150),
+    "windows, pages": paged(4, footprint=MIXED, pool=150),
+    "windows, shared": paged(4, footprint=MIXED, pool=150, shares_prefixes=True, block_tokens=8),
+    "windows only": paged(4, footprint=Footprint(((1, 7),)), pool=30),
 }
 
 
@@ -116,6 +122,42 @@ def test_pages_are_taken_when_they_are_needed():
     assert account.free.tolist() == [44, 44, 40, 40]
 
 
+def test_layers_with_a_window_stop_growing():
+    trace = make_trace((5, 5), seconds=[0.0])  # stores 5, 6, 7, 8, 9 tokens
+    rows = simulate(contiguous("oracle", footprint=MIXED, pool=64)(), trace).account
+    assert rows.used.tolist() == [25, 30, 32, 34, 36]
+    assert (rows.used + rows.reserved).tolist() == [38] * 5  # 10 tokens would be 2 * 10 + 3 * 6
+    pages = simulate(paged(4, footprint=MIXED, pool=60)(), trace).account
+    assert pages.used.tolist() == rows.used.tolist()
+    # Five pages for tokens 0 to 3 and five for 4 to 7; at 9 tokens 2 + 3 for token 8. From the
+    # tenth token on, which is never stored, the first page would have left the window.
+    assert (60 - pages.free - pages.external).tolist() == [40, 40, 40, 40, 60]
+    assert pages.internal.tolist() == [0, 0, 3 * 1, 3 * 2, 3 * 3 + 5 * 2]
+
+
+def test_pages_before_a_window_are_given_back():
+    trace = make_trace((8, 4), seconds=[0.0])  # stores 8, 9, 10, 11
+    pages = simulate(paged(4, footprint=Footprint(((1, 7),)))(), trace).account
+    assert pages.used.tolist() == [6] * 4
+    assert (POOL - pages.free - pages.external).tolist() == [8, 12, 8, 8]
+
+
+@given(
+    windows=st.lists(st.none() | st.integers(2, 9), min_size=1, max_size=8),
+    tokens=st.integers(1, 40), page_size=st.integers(1, 9),
+)  # fmt: skip
+def test_a_footprint_counts_what_windows_hold(windows, tokens, page_size):
+    footprint, lengths = Footprint.of_layers(windows), np.arange(1, tokens + 1)
+    unit = len(windows) // footprint.shares
+    seen = [tokens + 1 if window is None else window for window in windows]  # by the next query
+    kept = [range(max(tokens - (window - 1), 0), tokens) for window in seen]
+    assert unit * footprint.used(lengths)[-1] == sum(map(len, kept))
+    held = sum(len({token // page_size for token in tokens}) for tokens in kept)
+    pages = footprint.pages(lengths, page_size)
+    assert unit * pages[-1] == held
+    assert pages.max() <= footprint.most_pages(tokens, page_size)
+
+
 def test_a_queue_makes_what_is_left_external():
     result = simulate(contiguous("max", pool=64)(), make_trace(*[(4, 4)] * 6))
     assert result.running.tolist() == [2] * 8  # the queue ends with the last two
@@ -140,7 +182,7 @@ def test_a_request_that_never_fits_is_refused_and_the_others_are_served():
     result = simulate(paged(4)(), trace)
     assert result.num_refused == 1 and result.num_completed == 2
     with pytest.raises(
-        ValueError, match="a chunk of 64, and the largest that a pool of 50 tokens has is 32"
+        ValueError, match="a chunk of 64 slots, and the largest in a pool of 50 is 32"
     ):
         simulate(contiguous("max", context=64)(), trace)
     with pytest.raises(ValueError, match="needs 15 pages of 4, and a pool of 50 tokens has 12"):

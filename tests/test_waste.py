@@ -52,6 +52,23 @@ def test_an_empty_pool_is_free_but_for_the_null_page():
     assert kinds(make_table(0, 0, 0)) == expected
 
 
+def test_pages_of_sequences_that_have_ended_are_reusable():
+    table = make_table(5, 4, 1)
+    assert kinds(table, is_live=jnp.array([True, False, True])) == {
+        "used": 6, "tail": 6, "reusable": 4, "free": 28, "external": 0, "null": 4,
+    }  # fmt: skip
+
+
+def test_tokens_before_a_window_are_tail():
+    # At 9 tokens the next query, at position 9, sees 4 tokens: 6 to 9. Page 0 could be released.
+    table = make_table(9, 0, 0)
+    assert kinds(table)["used"] == 9
+    account = jax.device_get(account_pool(table, window=4))
+    assert (account.used, account.tail) == (3, 9)
+    slots = jax.device_get(account_slots(table, window=4))
+    assert (slots.used[0], slots.tail[0]) == (3, 9)
+
+
 def test_tails_are_what_pages_hold_past_the_tokens():
     assert kinds(make_table(5, 4, 1)) == {
         "used": 10, "tail": 6, "reusable": 0, "free": 28, "external": 0, "null": 4,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from paxkv.diagnose.footprint import Footprint
 from paxkv.diagnose.model_sizes import BITS, ModelSizes
 from paxkv.memory import format_bytes, parse_bytes
 
@@ -13,7 +14,8 @@ class Budget:
     memory_bytes: int
     weight_bytes: int
     activation_bytes: int
-    bytes_per_token: float  # of keys and values, with sliding windows at work
+    bytes_per_slot: float  # of keys and values, see `Footprint`
+    footprint: Footprint
     num_devices: int = 1
 
     @property
@@ -23,8 +25,22 @@ class Budget:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that fit in that, given that each device holds its part of every token."""
-        return max(int(self.kv_bytes // self.bytes_per_token), 0)
+        """Slots that fit in that, given that each device holds its part of every token."""
+        return max(int(self.kv_bytes // self.bytes_per_slot), 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit, if none has left a window."""
+        return self.num_slots // self.footprint.shares
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of a token that has left no window."""
+        return self.bytes_per_slot * self.footprint.shares
+
+    def request_bytes(self, num_tokens: float) -> float:
+        """Keys and values of a sequence of so many tokens."""
+        return self.bytes_per_slot * self.footprint.used(num_tokens)
 
 
 def parse_weights(weights: str, sizes: ModelSizes) -> int:
@@ -50,7 +66,6 @@ def make_budget(
     activation_bytes: int,
     kv_dtype: str,
     num_devices: int,
-    mean_tokens: float,
 ) -> Budget:
     """Shares out the memory.
 
@@ -61,7 +76,6 @@ def make_budget(
         activation_bytes: Kept free on each device for all else.
         kv_dtype: Of keys and values, one of `BITS`.
         num_devices: That the model is split over.
-        mean_tokens: A typical request's, which decides what sliding windows save.
 
     Raises:
         ValueError: Nothing is left for keys and values; the message says what would help.
@@ -69,14 +83,16 @@ def make_budget(
     if kv_dtype not in BITS:
         raise ValueError(f"KV dtype {kv_dtype!r} is none of {', '.join(BITS)}")
     per_token = sizes.kv_bytes_per_token(kv_dtype, num_devices=num_devices)
+    footprint = Footprint.of_layers(sizes.windows)
     budget = Budget(
         memory_bytes=memory_bytes,
         weight_bytes=-(-weight_bytes // num_devices),
         activation_bytes=activation_bytes,
-        bytes_per_token=per_token * sizes.stored_share(mean_tokens),
+        bytes_per_slot=per_token / footprint.shares,
+        footprint=footprint,
         num_devices=num_devices,
     )
-    if budget.num_slots < 1:
+    if budget.num_tokens < 1:
         raise ValueError(_too_small(budget, weight_bytes))
     return budget
 

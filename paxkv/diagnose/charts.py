@@ -7,7 +7,7 @@ import numpy as np
 from paxkv.diagnose import svg
 from paxkv.diagnose.diagnosis import CURVE_BUDGETS, Diagnosis
 from paxkv.diagnose.memory_map import MappedPage
-from paxkv.diagnose.report import CACHE_NAMES
+from paxkv.diagnose.report import CACHE_NAMES, batch_words
 from paxkv.diagnose.simulate import Simulation
 from paxkv.diagnose.tails import MAX_TAIL_PERCENT
 
@@ -31,8 +31,7 @@ def bars(diagnosis: Diagnosis) -> str:
             shapes.append(svg.text(WIDTH, y + 12, "no request fits", anchor="end"))
             y += 26
             continue
-        at_once = f"{simulation.mean_running:.1f} requests at once"
-        shapes.append(svg.text(WIDTH, y + 12, at_once, anchor="end"))
+        shapes.append(svg.text(WIDTH, y + 12, batch_words(simulation), anchor="end"))
         shapes.append(_bar(simulation, y + 17))
         y += 46
     words, height = svg.legend(svg.FILLS, y=y + 2, width=WIDTH)
@@ -87,7 +86,7 @@ def against_budget(diagnosis: Diagnosis) -> str:
     places = np.linspace(_LEFT + 8, WIDTH - _RIGHT - 8, len(CURVE_BUDGETS)).tolist()
     shapes = _value_axis(top, bottom, height)
     for x, budget in zip(places, CURVE_BUDGETS, strict=True):
-        tokens = diagnosis.case.budget.num_slots * budget
+        tokens = diagnosis.case.budget.num_tokens * budget
         shapes.append(svg.text(x, bottom + 15, _short(tokens), anchor="middle"))
     shapes.append(svg.text(WIDTH / 2, bottom + 32, "tokens of KV memory", anchor="middle"))
     for index, name in enumerate(_LINES):

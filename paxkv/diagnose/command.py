@@ -9,7 +9,7 @@ from paxkv.diagnose.accelerators import Accelerator, find_memory
 from paxkv.diagnose.budget import Budget, make_budget, parse_weights
 from paxkv.diagnose.diagnosis import Case, diagnose
 from paxkv.diagnose.distributions import DISTRIBUTIONS, sample_trace, with_arrivals
-from paxkv.diagnose.known_models import find_sizes
+from paxkv.diagnose.known_models import MODELS, find_sizes
 from paxkv.diagnose.readers import read_trace
 from paxkv.diagnose.report import print_report
 from paxkv.diagnose.simulate import STEP_SECONDS
@@ -20,7 +20,7 @@ from paxkv.memory import parse_bytes
 def make_case(
     *,
     trace_name: str,
-    model: str,
+    model: str | None,
     memory: str | None,
     kv_memory: str | None,
     weights: str,
@@ -43,6 +43,11 @@ def make_case(
     Raises:
         ValueError: Something that was named is not there or cannot be.
     """
+    if model is None:
+        raise ValueError(
+            "name the --model that the requests are for: its config.json, or one of "
+            f"{', '.join(MODELS)}"
+        )
     if (memory is None) == (kv_memory is None):
         raise ValueError("give either --memory, of a device, or --kv-memory, of its KV cache")
     sizes = find_sizes(model)
@@ -64,7 +69,6 @@ def make_case(
     budget = make_budget(
         sizes, memory_bytes=memory_bytes, weight_bytes=weight_bytes,
         activation_bytes=activation_bytes, kv_dtype=kv_dtype, num_devices=devices,
-        mean_tokens=float(trace.total_tokens.mean()),
     )  # fmt: skip
     return Case(
         trace=trace,

@@ -61,13 +61,15 @@ def caches(case: Case, num_slots: int) -> dict[str, Callable[[], Policy]]:
     def contiguous(want: Want, allocator: AllocatorName = "buddy") -> Callable[[], Policy]:
         return lambda: ContiguousPolicy(
             num_slots, max_length=case.max_length, want=want, allocator=allocator,
-            max_running=case.max_running, block_tokens=case.block_tokens,
+            footprint=case.budget.footprint, max_running=case.max_running,
+            block_tokens=case.block_tokens,
         )  # fmt: skip
 
     def paged(*, shares_prefixes: bool) -> Callable[[], Policy]:
         return lambda: PagedPolicy(
-            num_slots, page_size=case.page_size, max_running=case.max_running,
-            shares_prefixes=shares_prefixes, block_tokens=case.block_tokens,
+            num_slots, page_size=case.page_size, footprint=case.budget.footprint,
+            max_running=case.max_running, shares_prefixes=shares_prefixes,
+            block_tokens=case.block_tokens,
         )  # fmt: skip
 
     found: dict[str, Callable[[], Policy]] = {
@@ -100,15 +102,15 @@ def diagnose(case: Case, *, on_progress: Callable[[str], None] = lambda what: No
     pages = simulations["pages"]
     if pages is None:
         raise ValueError(
-            f"no request of the trace fits in a KV memory of {case.budget.num_slots:,} tokens: "
+            f"no request of the trace fits in a KV memory of {case.budget.num_tokens:,} tokens: "
             "give it more memory, or a model whose keys and values are smaller"
         )
     on_progress("comparing page sizes and budgets")
     verdict = judge(
         simulations["max"], pages, page_size=case.page_size, max_length=case.max_length
     )  # fmt: skip
-    used_tokens = pages.shares["used"] / 100 * case.budget.num_slots
-    remedies = possible_remedies(case.budget, case.sizes, used_tokens=used_tokens)
+    used_slots = pages.shares["used"] / 100 * case.budget.num_slots
+    remedies = possible_remedies(case.budget, case.sizes, used_slots=used_slots)
     key = "requests" if verdict.is_about_memory else "speed"
     has_prefixes = case.trace.prefixes is not None
     return Diagnosis(
@@ -120,7 +122,7 @@ def diagnose(case: Case, *, on_progress: Callable[[str], None] = lambda what: No
         sampling_percents={n: sampling_percent(case.trace, n, case.page_size) for n in SAMPLES},
         reuse_kept=reuse_over_time(case.trace) if has_prefixes else None,
         reuse_in_pool=(
-            reuse_over_time(case.trace, capacity_tokens=case.budget.num_slots)
+            reuse_over_time(case.trace, capacity_tokens=case.budget.num_tokens)
             if has_prefixes
             else None
         ),

@@ -8,6 +8,7 @@ from paxkv.diagnose.diagnosis import Diagnosis
 from paxkv.diagnose.memory_map import MappedPage
 from paxkv.diagnose.report import (
     CACHE_NAMES,
+    batch_words,
     cache_cells,
     memory_lines,
     note_lines,
@@ -70,7 +71,7 @@ def _figures(diagnosis: Diagnosis, pages: list[MappedPage]) -> list[str]:
             found.append(
                 _figure(
                     f"Over time: {CACHE_NAMES[name]}",
-                    "Percent of the KV memory, step by step.",
+                    f"Percent of the KV memory, step by step. {batch_words(simulation)}.",
                     charts.over_time(simulation, name),
                 )
             )

@@ -31,12 +31,13 @@ def map_memory(
     """The pool after some steps, or the part of it that a picture has room for.
 
     Pages are handed out lowest first, as the block table does. Pages of a known prefix are shared,
-    and kept when nobody holds them until others need the room.
+    and kept when nobody holds them until others need the room. Of a model with windows, these are
+    the pages of layers that keep every token.
 
     Raises:
         ValueError: No request fits in so small a pool.
     """
-    num_pages = min(num_pages, case.budget.num_slots // case.page_size)
+    num_pages = min(num_pages, case.budget.num_tokens // case.page_size)
     shares = case.block_tokens > 0 and case.block_tokens % case.page_size == 0
     policy = PagedPolicy(
         num_pages * case.page_size, page_size=case.page_size, max_running=case.max_running,

@@ -43,11 +43,6 @@ class ModelSizes:
         heads = math.ceil(self.num_kv_heads / num_devices)
         return len(self.windows) * heads * self.numbers_per_head * BITS[dtype] // 8
 
-    def stored_share(self, num_tokens: float) -> float:
-        """Which part of a sequence's keys and values is kept, given the windows of some layers."""
-        kept = sum(min(num_tokens, window or math.inf) for window in self.windows)
-        return kept / (num_tokens * len(self.windows))
-
 
 def read_sizes(config: Mapping[str, Any], name: str) -> ModelSizes:
     """The sizes in a parsed `config.json`.

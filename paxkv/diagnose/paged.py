@@ -5,8 +5,8 @@ from typing import cast
 
 import numpy as np
 
-from paxkv.config import pages_of
 from paxkv.diagnose.counted_request import CountedRequest
+from paxkv.diagnose.footprint import Footprint
 from paxkv.diagnose.policy import Account
 from paxkv.diagnose.shared_blocks import SharedBlocks
 from paxkv.scheduler import Scheduler
@@ -16,11 +16,13 @@ class PagedPolicy:
     """Pages as they are needed; the newest request is preempted when there are none.
 
     The scheduler decides on pages that are a request's own. Pages that requests share are counted
-    once and taken out of the pool that it sees.
+    once and taken out of the pool that it sees. In layers with a window they are not shared: what
+    has left a window is given back.
 
     Args:
-        num_slots: Tokens of the pool.
-        page_size: Tokens per page.
+        num_slots: Slots of the pool, see `Footprint`.
+        page_size: Slots per page.
+        footprint: What a sequence takes.
         max_running: Requests that run at once.
         num_samples: Outputs per request, all of its length, which share the prompt's full pages.
         shares_prefixes: Whether running requests share the blocks that their prompts begin with.
@@ -32,6 +34,7 @@ class PagedPolicy:
         num_slots: int,
         *,
         page_size: int,
+        footprint: Footprint | None = None,
         max_running: int = 1024,
         num_samples: int = 1,
         shares_prefixes: bool = False,
@@ -43,6 +46,8 @@ class PagedPolicy:
             )
         self.num_slots = num_slots
         self.page_size = page_size
+        self._footprint = footprint = footprint or Footprint()
+        self._num_shares, self._full_shares = footprint.shares, footprint.full_shares
         self._max_running = max_running
         self._num_samples = num_samples
         self._shares_prefixes = shares_prefixes
@@ -53,14 +58,17 @@ class PagedPolicy:
             num_pages=num_slots // page_size,
             page_size=page_size,
             max_prefill_tokens=16,  # not asked for: prompts are there when their request begins
+            shares_prefixes=False,  # of tokens, which are not known here
         )
 
     def add(self, request: CountedRequest) -> None:
         """Queues a request, unless it needs more pages than there are."""
         blocks = len(request.block_ids) * self._blocks.block_tokens if self._shares_prefixes else 0
-        repeated = (self._num_samples - 1) * (request.prompt_tokens // self.page_size)
-        request.shared_pages = repeated + blocks // self.page_size
-        pages = self._num_samples * pages_of(request.max_num_tokens - 1, self.page_size) - repeated
+        full = self._full_shares
+        repeated = full * (self._num_samples - 1) * (request.prompt_tokens // self.page_size)
+        request.shared_pages = repeated + full * blocks // self.page_size
+        most = self._footprint.most_pages(request.max_num_tokens - 1, self.page_size)
+        pages = self._num_samples * most - repeated
         if pages > self._num_pages:
             raise ValueError(
                 f"a request of {request.prompt_tokens:,} and {request.output_tokens:,} tokens "
@@ -75,13 +83,14 @@ class PagedPolicy:
         if not waiting or len(self._slots) == self._max_running:
             return
         stored = step + np.array([request.base for request in self._slots], np.int64)
-        rooms = self._num_samples * -(-stored // self.page_size) * self.page_size
-        for request, room in zip(self._slots, rooms.tolist(), strict=True):
-            request.room_tokens = room - request.shared_pages * self.page_size
+        for request, pages in zip(self._slots, self._pages(stored).tolist(), strict=True):
+            self._set_room(request, pages)
         while waiting and len(self._slots) < self._max_running:
             request = cast(CountedRequest, waiting[0])
             request.begin(step)
-            self._set_room(request, step, new_blocks=self._num_new_blocks(request))
+            pages = self._pages(request.base + step)
+            new_blocks = self._num_new_blocks(request) * self._block_slots
+            self._set_room(request, pages + new_blocks // self.page_size)
             self._scheduler.num_slots = len(self._slots) + 1
             admitted = self._scheduler.admit()
             if not admitted:
@@ -89,7 +98,7 @@ class PagedPolicy:
             [slot] = admitted
             self._slots[request] = slot
             self._blocks.add(request.block_ids)
-            self._set_room(request, step)
+            self._set_room(request, pages)
             self._scheduler.num_pages = self._num_pages - self._block_pages
 
     def is_blocked(self) -> bool:
@@ -105,14 +114,15 @@ class PagedPolicy:
         base = np.array([request.base for request in self._slots], np.int64)
         shared = sum(request.shared_pages for request in self._slots) - self._block_pages
         stored = base + np.arange(step, step + num_steps, dtype=np.int64)[:, None]  # [steps, R]
-        filled = -(-stored // self.page_size)
-        pages = self._num_samples * filled.sum(axis=1) - shared
-        fitting = slice(0, np.searchsorted(pages, self._num_pages, side="right"))
-        held = pages[fitting] * self.page_size
-        used = self._num_samples * stored[fitting].sum(axis=1) - shared * self.page_size
+        pages = self._pages(stored).sum(axis=1) - shared
+        fits = pages <= self._num_pages
+        num_fitting = num_steps if fits.all() else int(np.argmin(fits))
+        stored, held = stored[:num_fitting], pages[:num_fitting] * self.page_size
+        used = self._num_samples * self._footprint.used(stored).sum(axis=1)
+        used -= shared * self.page_size
         totals = np.array([request.max_num_tokens for request in self._slots], np.int64)
-        beyond = np.maximum(filled[fitting] * self.page_size - totals, 0)
-        internal = self._num_samples * beyond.sum(axis=1)
+        wasted = self._footprint.never_filled(stored, totals, self.page_size)
+        internal = self._num_samples * wasted.sum(axis=1)
         outside = self.num_slots - held
         rounding = self.num_slots % self.page_size
         external = outside if self.is_blocked() else np.full_like(outside, rounding)
@@ -140,7 +150,7 @@ class PagedPolicy:
 
     def duplicate_tokens(self) -> int:
         """Blocks that several running prompts begin with, but for one copy of each."""
-        return 0 if self._shares_prefixes else self._blocks.num_surplus * self._blocks.block_tokens
+        return 0 if self._shares_prefixes else self._blocks.num_surplus * self._block_slots
 
     @property
     def _num_pages(self) -> int:
@@ -151,17 +161,28 @@ class PagedPolicy:
         """Pages of the blocks that running requests share, each counted once."""
         if not self._shares_prefixes:
             return 0
-        return self._blocks.num_blocks * self._blocks.block_tokens // self.page_size
+        return self._blocks.num_blocks * self._block_slots // self.page_size
+
+    @property
+    def _block_slots(self) -> int:
+        """What a block that is shared would take again."""
+        return self._blocks.block_tokens * self._full_shares
 
     def _give_back_blocks(self, request: CountedRequest) -> None:
         self._blocks.remove(request.block_ids)
         self._scheduler.num_pages = self._num_pages - self._block_pages
 
-    def _set_room(self, request: CountedRequest, step: int, *, new_blocks: int = 0) -> None:
-        """Tells the scheduler how many pages the request takes that nobody else has."""
-        pages = self._num_samples * pages_of(request.base + step, self.page_size)
-        pages += new_blocks * self._blocks.block_tokens // self.page_size - request.shared_pages
-        request.room_tokens = pages * self.page_size
+    def _pages[T: (int, np.ndarray)](self, stored: T) -> T:
+        """Pages of requests that store so many tokens, shared ones counted for all who share."""
+        return self._num_samples * self._footprint.pages(stored, self.page_size)
+
+    def _set_room(self, request: CountedRequest, pages: int) -> None:
+        """Tells the scheduler how many pages the request takes that nobody else has.
+
+        It keeps one more for everybody's next token, which is one for each share.
+        """
+        own = pages - request.shared_pages + self._num_shares - 1
+        request.room_tokens = own * self.page_size
 
     def _num_new_blocks(self, request: CountedRequest) -> int:
         return self._blocks.num_new(request.block_ids) if self._shares_prefixes else 0

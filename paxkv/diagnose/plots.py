@@ -8,7 +8,7 @@ import numpy as np
 
 from paxkv.diagnose.diagnosis import CURVE_BUDGETS, Diagnosis
 from paxkv.diagnose.memory_map import MappedPage
-from paxkv.diagnose.report import CACHE_NAMES
+from paxkv.diagnose.report import CACHE_NAMES, batch_words
 from paxkv.diagnose.simulate import Simulation
 from paxkv.diagnose.svg import SEQUENCE_COLOURS
 from paxkv.diagnose.tails import MAX_TAIL_PERCENT
@@ -69,7 +69,9 @@ def save_plots(diagnosis: Diagnosis, pages: list[MappedPage], folder: Path) -> l
 
 def _bars(axes: "Axes", diagnosis: Diagnosis) -> None:
     found = {name: sim for name, sim in diagnosis.simulations.items() if sim is not None}
-    labels = [f"{CACHE_NAMES[name]}\n{s.mean_running:.1f} at once" for name, s in found.items()]
+    labels = [
+        f"{CACHE_NAMES[name]}\n" + batch_words(s).replace("; ", "\n") for name, s in found.items()
+    ]
     left = np.zeros(len(found))
     for kind, (colour, hatch) in _FILLS.items():
         shares = np.array([simulation.shares[kind] for simulation in found.values()])
@@ -96,7 +98,7 @@ def _areas(axes: "Axes", simulation: Simulation) -> None:
 
 
 def _curve(axes: "Axes", diagnosis: Diagnosis) -> None:
-    tokens = [diagnosis.case.budget.num_slots * budget for budget in CURVE_BUDGETS]
+    tokens = [diagnosis.case.budget.num_tokens * budget for budget in CURVE_BUDGETS]
     for name, (colour, dash, marker) in _LINES.items():
         axes.plot(tokens, diagnosis.curve[name], color=colour, linestyle=dash, marker=marker,
                   label=CACHE_NAMES[name])  # fmt: skip

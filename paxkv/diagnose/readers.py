@@ -1,6 +1,10 @@
-"""Reads request traces, line by line: CSV with a header, JSON lines, and OpenAI's batch files."""
+"""Reads request traces, line by line: CSV with a header, and JSON lines.
+
+Among the latter are OpenAI's batch files, and the logs of paxkv's own engine.
+"""
 
 import csv
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paxkv.diagnose.batch_files import batch_row, is_batch_line
+from paxkv.diagnose.engine_log import EngineLog, is_engine_log
 from paxkv.diagnose.rows import Columns, TraceBuilder, find_columns
 from paxkv.diagnose.trace import Trace
 
@@ -48,16 +53,19 @@ def read_trace(
                 f"{path} is one JSON array: write one object per line, as `jq -c .[]` does"
             )
         rows = _json_rows if start.startswith("{") else _csv_rows
-        return _build(path, rows(path, file, columns or {}), time_unit, max_requests)
+        notes: list[str] = []
+        found = rows(path, file, columns or {}, notes)
+        return _build(path, found, notes, time_unit, max_requests)
 
 
 def _build(
     path: Path,
     rows: Iterator[tuple[int, Mapping[str, Any] | None, Columns]],
+    notes: list[str],
     time_unit: str | None,
     max_requests: int | None,
 ) -> Trace:
-    builder, notes, num_failed = None, [], 0
+    builder, num_failed = None, 0
     for line, row, columns in rows:
         if builder is None:
             builder = TraceBuilder(time_unit or columns.time_unit)
@@ -91,7 +99,7 @@ def _lines(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 def _csv_rows(
-    path: Path, file: IO[str], named: Mapping[str, str]
+    path: Path, file: IO[str], named: Mapping[str, str], notes: list[str]
 ) -> Iterator[tuple[int, dict[str, str], Columns]]:
     reader = csv.reader(_lines(path, file))
     try:
@@ -110,9 +118,10 @@ def _csv_rows(
 
 
 def _json_rows(
-    path: Path, file: IO[str], named: Mapping[str, str]
+    path: Path, file: IO[str], named: Mapping[str, str], notes: list[str]
 ) -> Iterator[tuple[int, Mapping[str, Any] | None, Columns]]:
-    columns = None
+    """Rows by line; None for a request that failed. In the end `notes` say what a log measured."""
+    columns, log = None, None
     for number, text in enumerate(_lines(path, file), 1):
         if not text.strip():
             continue
@@ -120,13 +129,26 @@ def _json_rows(
             row = json.loads(text)
             if not isinstance(row, dict):
                 raise ValueError(f"{type(row).__name__} where an object is needed")
+            if number == 1 and is_engine_log(row):
+                log = EngineLog(row)
+                continue
+            if log is not None and not log.take(row):
+                continue
             if columns is None:
                 columns = _BATCH_COLUMNS if is_batch_line(row) else _found(path, row, named)
+                columns = _of_log(columns, log) if log else columns
             yield number, batch_row(row) if columns is _BATCH_COLUMNS else row, columns
-        except (ValueError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if str(error).startswith(str(path)):
                 raise
             raise ValueError(f"{path}, line {number}: {error}") from None
+    if log is not None and log.num_steps:
+        notes.append(log.note())
+
+
+def _of_log(columns: Columns, log: EngineLog) -> Columns:
+    """Requests stand in the order in which they ended; their ids tell in which they came."""
+    return dataclasses.replace(columns, order="id", block_tokens=log.page_size)
 
 
 def _found(path: Path, present: list[str] | dict[str, Any], named: Mapping[str, str]) -> Columns:

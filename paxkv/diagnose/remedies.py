@@ -17,7 +17,7 @@ class Remedy:
     speed: float  # decode steps per second, which take as long as reading weights and tokens does
 
 
-def possible_remedies(budget: Budget, sizes: ModelSizes, *, used_tokens: float) -> list[Remedy]:
+def possible_remedies(budget: Budget, sizes: ModelSizes, *, used_slots: float) -> list[Remedy]:
     """Changes to the model and to its cache, estimated from bytes.
 
     Requests at once are taken to grow with the tokens that fit, and a decode step to last as long
@@ -26,7 +26,7 @@ def possible_remedies(budget: Budget, sizes: ModelSizes, *, used_tokens: float) 
     Args:
         budget: What is used now.
         sizes: The model's.
-        used_tokens: In the cache, on average.
+        used_slots: In the cache, on average.
     """
     changes = [
         ("weights in half the bits", 0.5, 1.0),
@@ -38,32 +38,32 @@ def possible_remedies(budget: Budget, sizes: ModelSizes, *, used_tokens: float) 
         name = f"{_FEW_KV_HEADS} KV heads, not {sizes.num_kv_heads} (another model)"
         changes.insert(3, (name, 1.0, _FEW_KV_HEADS / sizes.num_kv_heads))
     remedies = [
-        _remedy(name, budget, used_tokens, weights=weights, tokens=tokens)
+        _remedy(name, budget, used_slots, weights=weights, tokens=tokens)
         for name, weights, tokens in changes
     ]
-    return [*remedies, _twice_the_devices(budget, used_tokens)]
+    return [*remedies, _twice_the_devices(budget, used_slots)]
 
 
 def _remedy(
-    name: str, budget: Budget, used_tokens: float, *, weights: float, tokens: float
+    name: str, budget: Budget, used_slots: float, *, weights: float, tokens: float
 ) -> Remedy:
     """The effect of weights and tokens that take such parts of their bytes."""
     changed = dataclasses.replace(
         budget,
         weight_bytes=int(budget.weight_bytes * weights),
-        bytes_per_token=budget.bytes_per_token * tokens,
+        bytes_per_slot=budget.bytes_per_slot * tokens,
     )
     return Remedy(
         name=name,
         requests=changed.num_slots / budget.num_slots,
-        speed=_read_bytes(budget, used_tokens) / _read_bytes(changed, used_tokens),
+        speed=_read_bytes(budget, used_slots) / _read_bytes(changed, used_slots),
     )
 
 
-def _twice_the_devices(budget: Budget, used_tokens: float) -> Remedy:
-    halved = _remedy("", budget, used_tokens, weights=0.5, tokens=0.5)
+def _twice_the_devices(budget: Budget, used_slots: float) -> Remedy:
+    halved = _remedy("", budget, used_slots, weights=0.5, tokens=0.5)
     return dataclasses.replace(halved, name=f"{2 * budget.num_devices} devices")
 
 
-def _read_bytes(budget: Budget, used_tokens: float) -> float:
-    return budget.weight_bytes + used_tokens * budget.bytes_per_token
+def _read_bytes(budget: Budget, used_slots: float) -> float:
+    return budget.weight_bytes + used_slots * budget.bytes_per_slot

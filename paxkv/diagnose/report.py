@@ -46,8 +46,26 @@ def memory_lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("activations and the rest", format_bytes(budget.activation_bytes)),
         ("keys and values", format_bytes(budget.kv_bytes)),
         ("  per token", format_bytes(budget.bytes_per_token)),
-        ("  tokens", f"{budget.num_slots:,}"),
+        ("  tokens", f"{budget.num_tokens:,}"),
+        *_window_lines(diagnosis),
     ]
+
+
+def _window_lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """What windows save, for a model that has some."""
+    budget, total = diagnosis.case.budget, diagnosis.case.trace.total_tokens
+    windows = [window for _, window in budget.footprint.groups if window is not None]
+    if not windows:
+        return []
+    layers = sum(window is not None for window in diagnosis.case.sizes.windows)
+    lines = [("  layers with a window", f"{layers} of {len(diagnosis.case.sizes.windows)}")]
+    for what, tokens in (("mean", float(total.mean())), ("longest", float(total.max()))):
+        full, kept = budget.bytes_per_token * tokens, budget.request_bytes(tokens)
+        lines.append(
+            (f"  a request of {tokens:,.0f} ({what})",
+             f"{format_bytes(kept)}, {format_bytes(full)} without windows")
+        )  # fmt: skip
+    return lines
 
 
 def cache_cells(simulation: Simulation) -> list[str]:
@@ -58,8 +76,18 @@ def cache_cells(simulation: Simulation) -> list[str]:
         *(f"{shares[kind]:.1f}" for kind in kinds),
         f"{simulation.mean_running:.1f}",
         f"{simulation.num_preemptions:,}",
-        f"{simulation.recomputed_share:.0%}",
+        f"{100 * simulation.recomputed_share:.0f} %",
     ]
+
+
+def batch_words(simulation: Simulation) -> str:
+    """What utilisation alone hides: how many run, and what is lost to preemption."""
+    if not simulation.num_preemptions:
+        return f"{simulation.mean_running:.1f} at once, none preempted"
+    return (
+        f"{simulation.mean_running:.1f} at once; {simulation.num_preemptions:,} preempted, "
+        f"{100 * simulation.recomputed_share:.0f} % redone"
+    )
 
 
 def sharing_lines(diagnosis: Diagnosis) -> list[str]:
@@ -69,8 +97,8 @@ def sharing_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.reuse_kept and diagnosis.reuse_in_pool and pages:
         of_used = pages.shares["duplicate"] / max(pages.shares["used"], 1e-9)
         lines += [
-            f"Prefixes, now: {of_used:.1%} of the tokens in memory are copies of a prefix that "
-            "another running request has; sharing gives them back.",
+            f"Prefixes, now: {100 * of_used:.1f} % of the tokens in memory are copies of a prefix "
+            "that another running request has; sharing gives them back.",
             f"Prefixes, over time: {diagnosis.reuse_kept.num_reused:,} of "
             f"{diagnosis.reuse_kept.num_blocks:,} prompt blocks "
             f"({diagnosis.reuse_kept.percent:.1f} %) came before, so need not be computed if all "

@@ -11,7 +11,7 @@ from paxkv.diagnose.timestamps import Clock
 from paxkv.diagnose.trace import Prefixes, Trace
 
 MAX_TOKENS = 100_000_000  # of a prompt or output; more is another unit or a mistake
-_BLOCK_TOKENS = 512  # what one of Mooncake's hash ids stands for
+MOONCAKE_BLOCK = 512  # tokens that one of its hash ids stands for
 
 # Names of columns in public traces, by what they mean.
 _NAMES = {
@@ -39,11 +39,14 @@ class Columns:
     output: str
     arrival: str | None = None
     prefix: str | None = None
+    order: str | None = None  # a number that requests are sorted by first
+    block_tokens: int = MOONCAKE_BLOCK  # that an id of `prefix` stands for
 
     @property
     def time_unit(self) -> str | None:
         """The unit of times, where the names tell: Mooncake's files have milliseconds."""
-        is_ms = self.prefix is not None or (self.arrival or "").endswith("_ms")
+        is_mooncake = self.prefix is not None and self.arrival == "timestamp"
+        is_ms = is_mooncake or (self.arrival or "").endswith("_ms")
         return "ms" if is_ms else None
 
 
@@ -74,6 +77,8 @@ class TraceBuilder:
         self._prompts, self._outputs = array.array("q"), array.array("q")
         self._seconds = array.array("d")
         self._ids, self._starts = array.array("q"), array.array("q", [0])
+        self._block_tokens = 0
+        self._order = array.array("q")
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -91,8 +96,11 @@ class TraceBuilder:
             if seconds is not None:
                 self._seconds.append(seconds)
         if columns.prefix is not None:
-            self._ids.extend(_prefix_ids(row, columns.prefix, prompt))
+            self._block_tokens = columns.block_tokens
+            self._ids.extend(_prefix_ids(row, columns.prefix, prompt, columns.block_tokens))
             self._starts.append(len(self._ids))
+        if columns.order is not None:
+            self._order.append(_tokens(row, columns.order))
         self._prompts.append(prompt)
         self._outputs.append(output)
 
@@ -106,6 +114,8 @@ class TraceBuilder:
             prefixes=self._prefixes(),
             notes=tuple(notes),
         )
+        if self._order:
+            trace = trace.take(np.argsort(np.array(self._order), kind="stable"))
         seconds = trace.arrival_seconds
         if seconds is None:
             return trace
@@ -119,7 +129,7 @@ class TraceBuilder:
         if len(self._starts) == 1:
             return None
         return Prefixes(
-            block_tokens=_BLOCK_TOKENS,
+            block_tokens=self._block_tokens,
             ids=np.array(self._ids, np.int64),
             starts=np.array(self._starts, np.int64),
         )
@@ -141,14 +151,14 @@ def _tokens(row: Mapping[str, Any], name: str) -> int:
     return tokens
 
 
-def _prefix_ids(row: Mapping[str, Any], name: str, prompt: int) -> list[int]:
+def _prefix_ids(row: Mapping[str, Any], name: str, prompt: int, block_tokens: int) -> list[int]:
     ids = row.get(name)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ValueError(f"{name} is {str(ids)[:40]!r}; a list of whole numbers is needed")
-    blocks = -(-prompt // _BLOCK_TOKENS)
+    blocks = -(-prompt // block_tokens)
     if len(ids) not in (blocks, blocks - 1):
         raise ValueError(
             f"{name} has {len(ids)} ids; a prompt of {prompt} tokens has {blocks} blocks of "
-            f"{_BLOCK_TOKENS}"
+            f"{block_tokens}"
         )
     return ids

@@ -49,8 +49,9 @@ def judge(
             kind="capacity",
             sentence=(
                 f"The KV memory is too small, but not fragmented: {_percent(pages)} of it holds "
-                f"tokens in pages, and they run {gain:.2f} times as many requests as rows of "
-                f"{max_length:,} tokens do. Make tokens smaller, share prompts, or add memory."
+                f"tokens in pages{_redone(pages)}, and they run {gain:.2f} times as many requests "
+                f"as rows of {max_length:,} tokens do. Make tokens smaller, share prompts, or add "
+                "memory." + (_thrash(pages) if pages.is_thrashing else "")
             ),
         )
     return Verdict(kind="fragmentation", sentence=_fragmented(rows, pages, page_size, max_length))
@@ -59,6 +60,7 @@ def judge(
 def _fragmented(rows: Simulation | None, pages: Simulation, page_size: int, max_length: int) -> str:
     after = (
         f"pages of {page_size} run {pages.mean_running:.1f} with {_percent(pages)} holding tokens"
+        f"{_redone(pages)}"
     )
     if rows is None:
         return (
@@ -72,6 +74,13 @@ def _fragmented(rows: Simulation | None, pages: Simulation, page_size: int, max_
         f"{gain:.1f} times as many requests."
         + (_thrash(pages) if pages.is_thrashing else "")
     )  # fmt: skip
+
+
+def _redone(pages: Simulation) -> str:
+    """The price of running so many."""
+    if not pages.num_preemptions:
+        return ""
+    return f" ({pages.num_preemptions:,} preemptions, {100 * pages.recomputed_share:.0f} % redone)"
 
 
 def _thrash(pages: Simulation) -> str:
