@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class ContiguousEngine:
         self._decoder = decoder
         self._is_static = is_static
         lengths = piece_lengths(max_length, smallest_piece)
-        self.piece_ends = list(itertools.accumulate(lengths))  # each is a decode program's reach
+        self._piece_ends = list(itertools.accumulate(lengths))
         self._layers = init_layers(decoder, num_slots, lengths, dtype)
         self._sampling = greedy_sampling(num_slots)
         self._slots: list[ContiguousRequest | None] = [None] * num_slots
@@ -84,18 +84,29 @@ class ContiguousEngine:
         self._waiting.append(request)
         return request
 
-    def step(self) -> list[ContiguousRequest]:
-        """Refills slots, stores their prompts, and decodes for a burst; who has new tokens."""
+    def step(self, max_steps: int | None = None) -> list[ContiguousRequest]:
+        """Refills slots, stores their prompts, and decodes for a burst; who has new tokens.
+
+        Args:
+            max_steps: Decode steps at most; `max_burst` when None.
+        """
         self._refill()
         running = [request for request in self._slots if request]
         lefts = [request.num_left for request in running]
         until = min(lefts) if self._waiting and not self._is_static else max(lefts)
-        news = self._decode(min(until, self.max_burst))
+        news = self._decode(min(until, self.max_burst, max_steps or self.max_burst))
         for slot, request in enumerate(self._slots):
             if request:
                 request.output.extend(news[slot, : min(request.num_left, len(news[slot]))].tolist())
         self._slots = [request if request and request.num_left else None for request in self._slots]
         return running
+
+    def warm_up(self, prompt_lens: Iterable[int]) -> None:
+        """Compiles what prompts of these lengths, and whatever follows them, take."""
+        for num_rows in {prompt_bucket(num - 1, self.max_length) for num in prompt_lens if num > 1}:
+            self._prefill([0] * num_rows, 0)
+        for num_pieces in range(1, len(self._piece_ends) + 1):
+            self._burst([[0, 0, 0]] * len(self._slots), 0, num_pieces)
 
     def _refill(self) -> None:
         if self._is_static and any(self._slots):
@@ -114,18 +125,21 @@ class ContiguousEngine:
 
     def _decode(self, num_steps: int) -> np.ndarray:
         """The tokens of a burst, `i32[B, num_steps]`."""
-        columns = [
+        rows = [
             [*(r.prompt + r.output)[-1:], r.num_stored, r.num_left] if r else [0, 0, 0]
             for r in self._slots
         ]
-        newest, num_stored, num_left = np.array(columns, np.int32).T
-        ends = num_stored + np.minimum(num_left, num_steps)
+        longest = max(stored + min(left, num_steps) for _, stored, left in rows)
+        num_pieces = 1 + int(np.searchsorted(self._piece_ends, longest))
+        return self._burst(rows, num_steps, num_pieces)[:, :num_steps]
+
+    def _burst(self, rows: list[list[int]], num_steps: int, num_pieces: int) -> np.ndarray:
+        newest, num_stored, num_left = np.array(rows, np.int32).T
         self._layers, news = decode_burst_jit(
             self._decoder, self._layers, newest, num_stored, num_left, self._sampling,
-            np.int32(num_steps), max_burst=self.max_burst,
-            num_pieces=1 + int(np.searchsorted(self.piece_ends, ends.max())),
+            np.int32(num_steps), num_pieces=num_pieces, max_burst=self.max_burst,
         )  # fmt: skip
-        return jax.device_get(news)[:, :num_steps]
+        return jax.device_get(news)
 
 
 def prompt_bucket(num_tokens: int, max_length: int) -> int:
