@@ -89,7 +89,7 @@ def search(llm: LLM, prompts: Sequence[list[int]], width: int, max_tokens: int) 
         return results
 
     with mock.patch.object(engine, "on_cache", counted):
-        answers = llm.beam_search(prompts, width=width, max_tokens=max_tokens, ignore_eos=True)
+        answers = llm.beam_search(prompts, width=width, max_tokens=max_tokens)
     assert not any(answer.error for its in answers for answer in its)
     return searches
 
@@ -157,7 +157,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 4, 6])
     parser.add_argument("--prompts", type=int, default=50, help="the first ones of the file")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of every answer")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--slots", type=int, default=24, help="beams that run side by side")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and three prompts")
