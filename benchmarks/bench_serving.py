@@ -34,7 +34,7 @@ from paxkv.config import pages_of
 from paxkv.decoder import Decoder
 from paxkv.models.load import load_model
 
-STATIC, CONTINUOUS = "contiguous, static batches", "contiguous, continuous batching"
+STATIC, CONTINUOUS = "contiguous, static", "contiguous, continuous"  # batching
 PAGED, ROOMY = "paxkv", "paxkv, room for all"
 _TINY_SIZES = {
     "requests": 6, "prompt_mean": 12.0, "output_mean": 8.0, "longest": 40, "context": 128,
@@ -142,12 +142,16 @@ def summarise(name: str, of_name: list[dict[str, Any]], num_tokens: int) -> dict
 
 
 def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Percentages are of the memory: holding a token; a request's, still to be filled, or never."""
+    """Percentages are of the memory: holding a token; a request's, still to be filled, or never.
+
+    The last column has the tokens that were computed again after preemptions, and how many these
+    were.
+    """
     table = Table(title=title)
     table.add_column("served by")
     for heading in (
-        "seconds", "tokens/s", "sequences:\nmean, peak", "used, reserved,\ninternal %", "host %",
-        "recomputed\n(preempted)",
+        "seconds", "tokens/s", "sequences\nmean, peak", "used, res.,\ninternal %", "host %",
+        "tokens\nagain",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in rows:
@@ -214,7 +218,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=1024, help="prompt, and output, in tokens")
     parser.add_argument("--context", type=int, default=2048, help="prompt and output, in tokens")
     parser.add_argument("--budget", type=int, default=8192, help="tokens that the memory holds")
-    parser.add_argument("--max-slots", type=int, default=32, help="paxkv's, within that memory")
+    parser.add_argument("--max-slots", type=int, default=24, help="paxkv's, within that memory")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--burst", type=int, default=16, help="steps between two looks of the host")
     parser.add_argument("--transformers-batch", type=int, default=16)

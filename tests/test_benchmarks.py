@@ -28,8 +28,8 @@ def test_serving_runs_through_with_every_cache(run_tiny):
     [result] = record["results"]
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == [
-        "contiguous, static batches",
-        "contiguous, continuous batching",
+        "contiguous, static",
+        "contiguous, continuous",
         "paxkv",
         "paxkv, room for all",
     ]
@@ -37,7 +37,7 @@ def test_serving_runs_through_with_every_cache(run_tiny):
         shares = [row[kind] for kind in ("used", "reserved", "internal", "nobodys")]
         assert sum(shares) == pytest.approx(1) and min(shares) >= 0
         assert row["compilations"] == 0 and 0 < row["host_share"]["median"] <= 1
-    assert rows["contiguous, continuous batching"]["sequences_peak"] == 2
+    assert rows["contiguous, continuous"]["sequences_peak"] == 2
     assert rows["paxkv"]["sequences_peak"] == 4 and rows["paxkv"]["recomputed_tokens"] == 0
     assert rows["paxkv, room for all"]["sequences_peak"] == 6
     steps = [row["decode_steps"] for row in rows.values()]
