@@ -17,9 +17,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,13 +38,10 @@ from benchmarks.common import (
     tell,
     tell_if_disturbed,
 )
+from benchmarks.peer_process import PEER_PYTHONS, named_peers, run_peer
 from paxkv import LLM, SamplingParams
 from paxkv.models.load import load_model
 
-PEERS = {  # the variable that names the interpreter, and the script that it runs
-    "transformers": ("PAXKV_REFERENCE_PYTHON", "transformers_decode.py"),
-    "llama.cpp": ("PAXKV_LLAMA_CPP_PYTHON", "llama_cpp_decode.py"),
-}
 BARS = {  # how many times transformers' speed is asked of paxkv, by dtype and batch
     "bfloat16": {1: 1.5, 8: 2.0, 32: 2.7},
     "float32": {1: 2.4, 8: 1.9, 32: 2.0},
@@ -100,23 +94,6 @@ class Paxkv:
         return seconds, [c.token_ids for c in completions]
 
 
-def measure_peer(name: str, case: Case) -> dict[str, Any]:
-    """Runs a peer's script in its own interpreter and waits for its figures."""
-    variable, script = PEERS[name]
-    command = [os.environ[variable], str(Path(__file__).parent / "peers" / script)]
-    result = subprocess.run(
-        command,
-        input=json.dumps(dataclasses.asdict(case)),
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode:
-        raise RuntimeError(f"{name} failed in {' '.join(command)}:\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 def run_case(
     case: Case, peers: Sequence[str], *, num_rounds: int, page_size: int
 ) -> tuple[list[float], dict[str, list[dict[str, Any]]]]:
@@ -125,7 +102,7 @@ def run_case(
     ours = Paxkv(case, page_size)
     contenders: dict[str, Callable[[], dict[str, Any]]] = {
         "paxkv": ours.measure,
-        **{name: functools.partial(measure_peer, name, case) for name in peers},
+        **{name: functools.partial(run_peer, name, "decode", case) for name in peers},
     }
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
@@ -261,13 +238,13 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     assert __doc__ is not None
-    named = [name for name, (variable, _) in PEERS.items() if os.environ.get(variable)]
+    named = named_peers()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     weights: tuple[Weights, ...] = ("random", "real")
     parser.add_argument("--weights", nargs="+", choices=weights, default=list(weights))
     parser.add_argument("--dtypes", nargs="+", choices=list(BARS), default=list(BARS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=named)
+    parser.add_argument("--peers", nargs="*", choices=list(PEER_PYTHONS), default=named)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2, help="measurements within a round")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -276,7 +253,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="a file for the record that is also printed last")
     options = parser.parse_args()
     for name in set(options.peers) - set(named):
-        parser.error(f"{name} needs {PEERS[name][0]} to name an interpreter that has it")
+        parser.error(f"{name} needs {PEER_PYTHONS[name]} to name an interpreter that has it")
     return options
 
 

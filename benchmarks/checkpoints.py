@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,16 @@ SMOLLM2_135M = DecoderConfig(
     max_position=8192,
     tie_embeddings=True,
 )
+TINY = dataclasses.replace(  # for trying a benchmark out
+    SMOLLM2_135M,
+    vocab_size=256,
+    hidden_size=48,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=16,
+)
 _KINDS = {
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "float32": gguf.GGMLQuantizationType.F32,
@@ -45,9 +55,11 @@ class Checkpoint:
     ggufs: dict[str, Path]  # by dtype
 
 
-def write_checkpoint(weights: Weights, folder: Path, dtypes: list[str]) -> Checkpoint:
-    """Writes a model into `folder`: random weights in SmolLM2-135M's shape, or its own."""
-    config, tensors = _random() if weights == "random" else _bundled()
+def write_checkpoint(
+    weights: Weights, folder: Path, dtypes: Sequence[str], config: DecoderConfig = SMOLLM2_135M
+) -> Checkpoint:
+    """Writes a model into `folder`: random weights in a shape, or SmolLM2-135M's own."""
+    config, tensors = (config, _random(config)) if weights == "random" else _bundled()
     model = folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(_hf_config(config)))
@@ -58,13 +70,13 @@ def write_checkpoint(weights: Weights, folder: Path, dtypes: list[str]) -> Check
     return Checkpoint(config=config, folder=model, ggufs=ggufs)
 
 
-def _random() -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+def _random(config: DecoderConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return SMOLLM2_135M, {
+    return {
         name: np.ones(shape, np.float32)
         if len(shape) == 1
         else rng.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
-        for name, shape in _shapes(SMOLLM2_135M)
+        for name, shape in _shapes(config)
     }
 
 

@@ -297,7 +297,10 @@ class Engine:
         if scheduler.is_storing or scheduler.is_waiting_for_pages:
             num_steps = min(num_steps, 1)
         burst = self._runner.decode(
-            num_steps, until_finish=bool(scheduler.waiting), is_waiting=scheduler.is_blocked
+            num_steps,
+            num_decoding=scheduler.num_decoding,
+            until_finish=bool(scheduler.waiting),
+            is_waiting=scheduler.is_blocked,
         )
         (burst, prompt_logprobs), tables = self._runner.fetch((burst, prompt_logprobs))
         self._trace_steps(burst)
@@ -353,6 +356,14 @@ class Engine:
                     self.step(max_steps)
         finally:
             self.abort(request.id)
+
+    @alone
+    def compile(self) -> None:
+        """Compiles what serving needs, so that no request waits for it; nothing else changes.
+
+        Log-probabilities of prompts, swaps and beams are compiled when they are first used.
+        """
+        self._runner.compile(self.max_prefill_tokens)
 
     @alone
     def metrics(self) -> Metrics:
@@ -533,7 +544,7 @@ class Engine:
         A chunk is what is left of it after every call, rounded down to a power of two.
         """
         outputs, scheduler, num_stored = [], self._scheduler, 0
-        left = self._prefill_chunk if scheduler.is_decoding else None
+        left = self._prefill_chunk if scheduler.num_decoding else None
         while left is None or left >= 16:
             most = None if left is None else 1 << (left.bit_length() - 1)
             plan = scheduler.next_prefill(most)

@@ -13,6 +13,7 @@ from paxkv.logits_processors import LogitsProcessor
 from paxkv.prefix_index import PageChanges
 from paxkv.request import MAX_LOGPROBS
 from paxkv.request_state import Request, Swapped
+from paxkv.scheduler import prefill_buckets
 from paxkv.slots import Slots, idle_requests, init_slots
 from paxkv.steps import (
     Burst,
@@ -26,6 +27,20 @@ from paxkv.steps import (
     swap_out_jit,
 )
 from paxkv.transfer import NUM_STOP_IDS, prefixes_of, rows_of, table_changes
+
+_FEW_ROWS = 8  # fewer cost a decode step little less
+
+
+def decode_rows(num_decoding: int, num_slots: int) -> int:
+    """The rows of a decode step: few numbers, so that few programs are compiled.
+
+    Of 64 slots, one that decodes takes 1 row, up to 8 take 8, others the next power of two.
+    """
+    if num_slots <= _FEW_ROWS:
+        return num_slots
+    if num_decoding <= 1:
+        return 1
+    return min(num_slots, max(_FEW_ROWS, 1 << (num_decoding - 1).bit_length()))
 
 
 class Runner:
@@ -116,11 +131,19 @@ class Runner:
             self.cache, ok = fork_all_jit(self.cache, rows)
             self._verdicts.append(ok)
 
-    def decode(self, num_steps: int, *, until_finish: bool, is_waiting: bool) -> Burst:
-        """Decodes for a burst; arguments are those of `decode_loop`."""
+    def decode(
+        self,
+        num_steps: int,
+        *,
+        num_decoding: int,
+        until_finish: bool = False,
+        is_waiting: bool = False,
+    ) -> Burst:
+        """Decodes for a burst, in which so many slots decode; see `decode_loop`."""
         self.cache, self.slots, burst = decode_loop_jit(
             self.decoder, self.cache, self.slots, np.int32(num_steps),
             until_finish=np.bool_(until_finish), is_waiting=np.bool_(is_waiting),
+            num_rows=decode_rows(num_decoding, self._num_slots),
             keeps_pages=self._keeps_pages, notes_memory=self._notes_memory,
             processor=self._processor,
         )  # fmt: skip
@@ -169,6 +192,20 @@ class Runner:
                 "tables are not what the scheduler takes them for, which is a fault of paxkv"
             )
         return results, tables
+
+    def compile(self, max_prefill_tokens: int) -> None:
+        """Calls all that serving may call, to no effect: then nothing is compiled any more.
+
+        Log-probabilities of prompts and swaps are left out.
+        """
+        for num_rows in prefill_buckets(max_prefill_tokens):
+            self.prefill({}, num_rows, wants_logprobs=False)
+        for num_decoding in range(1, self._num_slots + 1):
+            self.decode(0, num_decoding=num_decoding)
+        self.admit({})
+        self.fork({0: 0})
+        self.settle([0], PageChanges())
+        self.fetch(())
 
     def run(
         self, program: Callable[[Decoder, PagedCache, Slots], tuple[PagedCache, *tuple[Any, ...]]]

@@ -30,6 +30,11 @@ def bucket(num_tokens: int) -> int:
     return above if is_worth_it or above == _SMALLEST_BUCKET else above // 2
 
 
+def prefill_buckets(max_tokens: int) -> list[int]:
+    """All rows that a prefill call may have, where it may have `max_tokens`, a power of two."""
+    return [_SMALLEST_BUCKET << n for n in range((max_tokens // _SMALLEST_BUCKET).bit_length())]
+
+
 def _first_sample(request: Request, admitted: Iterable[Request]) -> Request | None:
     """The request just admitted that stores the same prompt for its samples."""
     if request.family is None or request.output:
@@ -115,9 +120,9 @@ class Scheduler:
         return any(r.waits_for or r.num_left for r in self.running.values())
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether a running request has none."""
-        return any(not r.waits_for and not r.num_left for r in self.running.values())
+    def num_decoding(self) -> int:
+        """Running requests that have none."""
+        return sum(not r.waits_for and not r.num_left for r in self.running.values())
 
     @property
     def is_blocked(self) -> bool:

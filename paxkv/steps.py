@@ -107,18 +107,21 @@ def decode_step(
     cache: PagedCache,
     slots: Slots,
     *,
+    num_rows: int | None = None,
     keeps_pages: bool = False,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
 ) -> tuple[PagedCache, Slots, jax.Array]:
     """Stores the newest token of each slot and samples the next; all of them or, if short, none.
 
-    Slots that have more than their newest token to store wait for prefill. The pages of requests
+    Slots that have more than their newest token to store wait for prefill, and those beyond the
+    first `num_rows` that have not (`B` when None) for a later step: the decoder works on so many
+    rows, whoever lives. The pages of requests
     that end are given back, or, if it `keeps_pages`, stay in their slots for `settle_step`.
 
     Returns:
         The new cache and slots, and `bool[]`, whether the pool had the pages.
     """
-    cache, slots, has_ended, fits = _store_and_sample(decoder, cache, slots, processor)
+    cache, slots, has_ended, fits = _store_and_sample(decoder, cache, slots, num_rows, processor)
     return *_retire(cache, slots, has_ended, keeps_pages=keeps_pages), fits
 
 
@@ -130,6 +133,7 @@ def decode_loop(
     *,
     until_finish: jax.Array | bool = False,
     is_waiting: jax.Array | bool = False,
+    num_rows: int | None = None,
     keeps_pages: bool = False,
     notes_memory: bool = False,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
@@ -145,6 +149,7 @@ def decode_loop(
         num_steps: `i32[]`. A slot's news must also have room: `max_burst` tokens.
         until_finish: `bool[]`, also return when a request ends, so that its slot can be refilled.
         is_waiting: `bool[]`, whether a request waits for memory, for the notes on it.
+        num_rows: At least the slots that decode, see `decode_step`; each number is compiled once.
         keeps_pages: Leave the pages of requests that end in their slots, for a prefix index.
         notes_memory: Note what the memory is used for at every step, see `MemorySeries`.
         processor: Changes the logits before sampling.
@@ -162,7 +167,9 @@ def decode_loop(
     def step(state: _LoopState) -> _LoopState:
         cache, slots, memory, steps, _ = state
         is_live, num_running = slots.is_active, jnp.sum(_is_decoding(cache, slots), dtype=jnp.int32)
-        cache, slots, has_ended, fits = _store_and_sample(decoder, cache, slots, processor)
+        cache, slots, has_ended, fits = _store_and_sample(
+            decoder, cache, slots, num_rows, processor
+        )
         if memory is not None:
             memory = note_step(
                 memory, cache, jnp.where(fits, steps, max_steps),
@@ -266,8 +273,17 @@ def store_newest(
     cache: PagedCache,
     is_stored: jax.Array,
     tokens_at: Callable[[Ragged], jax.Array],
+    *,
+    num_rows: int | None = None,
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
     """Stores one token of each slot in `is_stored` (`bool[B]`); all of them or, if short, none.
+
+    Args:
+        decoder: See `paxkv.decoder`.
+        cache: As for `store`.
+        is_stored: The slots.
+        tokens_at: As for `store`.
+        num_rows: T, at least the number of these slots; `B` when None.
 
     Returns:
         The new cache, whether it fitted, and the next token's logits, `f32[B, V]`: of use in the
@@ -275,19 +291,27 @@ def store_newest(
     """
     cache, fits, hidden, view = store(
         decoder, cache, is_stored.astype(jnp.int32), tokens_at,
-        num_rows=is_stored.shape[0], max_q_len=1,
+        num_rows=num_rows or is_stored.shape[0], max_q_len=1,
     )  # fmt: skip
     last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
+    if hidden.shape[0] < last_rows.shape[0]:  # the vocabulary is large: no row twice
+        return cache, fits, decoder.logits(hidden)[last_rows]
     return cache, fits, decoder.logits(hidden[last_rows])
 
 
 def _store_and_sample(
-    decoder: Decoder, cache: PagedCache, slots: Slots, processor: LogitsProcessor
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    num_rows: int | None,
+    processor: LogitsProcessor,
 ) -> tuple[PagedCache, Slots, jax.Array, jax.Array]:
     """A decode step but for its end: also which requests end (`bool[B]`), and whether it fitted."""
     is_decoding = _is_decoding(cache, slots)
+    if num_rows is not None:
+        is_decoding &= jnp.cumsum(is_decoding, dtype=jnp.int32) <= num_rows
     cache, fits, logits = store_newest(
-        decoder, cache, is_decoding, partial(_tokens_at, slots.requests)
+        decoder, cache, is_decoding, partial(_tokens_at, slots.requests), num_rows=num_rows
     )
     slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
     return cache, slots, has_ended, fits
@@ -419,7 +443,7 @@ prefill_step_jit = jax.jit(
 )
 decode_loop_jit = jax.jit(
     decode_loop,
-    static_argnames=("keeps_pages", "notes_memory", "processor"),
+    static_argnames=("num_rows", "keeps_pages", "notes_memory", "processor"),
     donate_argnames=("cache", "slots"),
 )
 admit_step_jit = jax.jit(

@@ -21,6 +21,7 @@ knows what stands in a page: `duplicate_tokens`.
 import collections
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,13 @@ class SlotAccounts:
     used: jax.Array
     tail: jax.Array
     shared: jax.Array  # of used: in pages that somebody else holds too
+
+
+class GroupPages(NamedTuple):
+    """Pages of groups of slots."""
+
+    alone: jax.Array  # i32[G] did every slot hold its own
+    shared: jax.Array  # i32[G] as it is: a page of several slots counts once
 
 
 def account_pool(
@@ -108,6 +116,27 @@ def page_fill(table: BlockTable) -> jax.Array:
     Sequences that share a page may stand at different places in it: the furthest counts.
     """
     return jnp.maximum(_marked_fill(table) - 1, 0)
+
+
+def pages_of_slot_groups(table: BlockTable, group_size: int) -> GroupPages:
+    """What sharing saves groups of slots, such as the beams of a prompt.
+
+    Args:
+        table: The state.
+        group_size: Slots in a row that are a group; those that make up no whole group at the end
+            are left out.
+    """
+    num_groups = table.lengths.shape[0] // group_size
+    groups = table.block_tables[: num_groups * group_size].reshape(num_groups, -1)
+
+    def distinct(pages: jax.Array) -> jax.Array:
+        is_named = jnp.zeros(table.ref_counts.shape[0], bool).at[pages].set(True)
+        return jnp.sum(is_named.at[NULL_PAGE].set(False), dtype=jnp.int32)
+
+    return GroupPages(
+        alone=jnp.sum(groups != NULL_PAGE, axis=1, dtype=jnp.int32),
+        shared=jax.vmap(distinct)(groups),
+    )
 
 
 def in_bytes(account: PoolAccount, *, bytes_per_token: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ from helpers import (
 from paxkv.async_engine import AsyncEngine
 from paxkv.errors import DeadlineExceeded, QueueFull
 from paxkv.request_state import Request
+from paxkv.runner import decode_rows
 
 HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
 LONG, *SHORT = random_prompts([50, 4, 7, 9, 5, 6, 8])
@@ -347,3 +348,31 @@ def test_what_a_step_raises_reaches_who_waits_for_it(monkeypatch):
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(main())
     assert is_forgotten(engine)
+
+
+def test_decode_works_on_as_many_rows_as_few_programs_allow():
+    assert [decode_rows(n, 8) for n in (0, 1, 8)] == [8, 8, 8]
+    assert [decode_rows(n, 48) for n in (0, 1, 2, 8, 9, 17, 33, 48)] == [1, 1, 8, 8, 16, 32, 48, 48]
+
+
+def test_answers_are_those_of_requests_alone_however_few_of_many_slots_decode():
+    engine = make_engine(HISTORY, num_slots=20, num_pages=200)
+    prompts = random_prompts([5, 9, 3, 12] * 5, seed=4)
+    lengths = [1, 2, 3, 5, 8, 13, 21, 34, 40, 44] * 2
+    requests = [
+        add(engine, prompt, settled(max_tokens=length))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    run(engine)
+    for request, length in zip(requests, lengths, strict=True):
+        assert request.output == alone((*request.prompt,), length)
+
+
+def test_nothing_is_compiled_after_compile():
+    engine = make_engine(HISTORY, num_slots=10, max_burst=6)
+    engine.compile()
+    assert is_forgotten(engine) and engine.stats.num_compilations == 0
+    serve(engine, random_prompts([5, 30, 3, 12] * 4, seed=4), settled(max_tokens=9))
+    add(engine, SHORT[0], settled(n=3))
+    run(engine)
+    assert engine.stats.num_compilations == 0

@@ -121,7 +121,7 @@ def test_steps_of_long_bursts_add_up_to_the_pool(serve):
 def test_nothing_is_noted_where_nobody_asked():
     engine = make_engine(StubDecoder(np.zeros(1000, np.float32)))
     add(engine, [1, 2], settled())
-    assert engine._runner.decode(1, until_finish=False, is_waiting=False).memory is None
+    assert engine._runner.decode(1, num_decoding=1).memory is None
 
 
 # The report of one moment.

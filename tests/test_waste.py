@@ -19,6 +19,7 @@ from paxkv.waste import (
     in_bytes,
     padding_bytes,
     page_fill,
+    pages_of_slot_groups,
 )
 
 SLOTS, MAX_PAGES, POOL_PAGES, PAGE_SIZE = 3, 5, 12, 4
@@ -186,3 +187,15 @@ def test_heads_are_filled_up_on_tpus(backend, padding, monkeypatch):
 def test_duplicates_are_all_copies_but_the_fullest():
     assert duplicate_tokens(["a", "b", "a", None, "a"], [4, 4, 3, 0, 4]) == 7
     assert duplicate_tokens([None, "b"], [0, 4]) == 0
+
+
+def test_pages_of_a_group_count_once_if_shared():
+    table = init_block_table(5, MAX_PAGES, POOL_PAGES, PAGE_SIZE)
+    table = store(table, 10, 0, 3, 0, 6)  # 3, 0, 1, 0 and 2 pages
+    table, ok = fork(table, jnp.array([0, 0, 2, 3, 4]))
+    assert ok
+    pages = pages_of_slot_groups(table, 2)  # the fifth slot has no second
+    assert (pages.alone.tolist(), pages.shared.tolist()) == ([6, 1], [3, 1])
+    table = store(table, 1, 1, 1, 0, 1)  # each of the forked ones writes to a page of its own
+    pages = pages_of_slot_groups(table, 2)
+    assert (pages.alone.tolist(), pages.shared.tolist()) == ([6, 1], [4, 1])
