@@ -99,7 +99,7 @@ def line_seconds(engine: Engine, repeats: int) -> list[float]:
     series = init_series(len(groups), BURST)
     found = []
     with tempfile.TemporaryDirectory() as folder, MemoryTrace(Path(folder) / "log") as trace:
-        trace.write_header(**describe(groups, page_size=PAGE_SIZE, dtype="float32"))
+        trace.write_header(**describe(groups, engine._runner.cache))
         for _ in range(repeats):
             begin = time.perf_counter()
             for _ in range(_LINES):

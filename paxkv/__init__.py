@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from paxkv.integrity import check_integrity
     from paxkv.llm import LLM, Score, StreamPiece
     from paxkv.logits_processors import LogitsProcessor, chain, default_processors, stateless
+    from paxkv.memory_report import MemoryReport, PoolReport, RequestMemory
+    from paxkv.memory_trace import MemoryTrace
     from paxkv.metrics import EngineStats, Metrics
     from paxkv.page_pool import (
         PagePool,
@@ -74,16 +76,20 @@ __all__ = [
     "Hypotheses",
     "LayerGroup",
     "LogitsProcessor",
+    "MemoryReport",
+    "MemoryTrace",
     "Metrics",
     "NoToken",
     "PagePool",
     "PagedCache",
     "PoolAccount",
+    "PoolReport",
     "PrefixIndex",
     "PrefixKey",
     "QueueFull",
     "Request",
     "RequestError",
+    "RequestMemory",
     "Sampling",
     "SamplingParams",
     "Score",
@@ -149,6 +155,8 @@ _HOMES = {
     "integrity": "check_integrity",
     "llm": "LLM Score StreamPiece",
     "logits_processors": "LogitsProcessor chain default_processors stateless",
+    "memory_report": "MemoryReport PoolReport RequestMemory",
+    "memory_trace": "MemoryTrace",
     "metrics": "EngineStats Metrics",
     "page_pool": "PagePool copy_pages dense_from_pages init_page_pool pages_from_dense",
     "prefix_index": "PrefixIndex PrefixKey",

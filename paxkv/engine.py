@@ -188,8 +188,8 @@ class Engine:
         self._memory_trace = open_trace(memory_trace)
         if self._memory_trace:
             self._memory_trace.write_header(
-                **describe(decoder.layer_groups, page_size=page_size, dtype=dtype),
-                num_pages=num_pages - 1, num_slots=num_slots, max_length=self.max_length,
+                **describe(decoder.layer_groups, self._runner.cache),
+                num_slots=num_slots, max_length=self.max_length,
             )  # fmt: skip
 
     @property

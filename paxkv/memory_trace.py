@@ -3,9 +3,9 @@
 JSON lines, written as things happen, so that the log of a running engine can be followed:
 
 - the first one describes the pool: `paxkv_memory_trace` (the version of this format), `model`,
-  `page_size`, `num_pages` that can be handed out, `num_slots`, `max_length`, and `groups`, one per
-  layer group: `layers`, `window`, `bytes_per_token`, and `padding_bytes` of a token's, which are
-  the layout's;
+  `page_size`, `num_slots`, `max_length`, and `groups`, one per layer group: `layers`, `window`,
+  `num_pages` that can be handed out, `bytes_per_token`, and how many of these are the layout's
+  `padding_bytes`;
 - one for each request that has ended: `id`, `arrival_seconds` since the log began,
   `arrival_step` (decode steps made before), `prompt_tokens`, `output_tokens`, `finish`, and
   `hash_ids`, one per full page of the prompt: equal ids mean that prompts are equal up to there;
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import numpy as np
-from jax.typing import DTypeLike
 
+from paxkv.cache import PagedCache
 from paxkv.config import page_bytes
 from paxkv.content_keys import content_keys
 from paxkv.decoder import LayerGroup
@@ -140,18 +140,18 @@ def open_trace(trace: MemoryTrace | str | Path | None, *, model: str = "") -> Me
     return MemoryTrace(trace, model=model) if isinstance(trace, str | Path) else trace
 
 
-def describe(
-    layer_groups: Sequence[LayerGroup], *, page_size: int, dtype: DTypeLike
-) -> dict[str, Any]:
+def describe(layer_groups: Sequence[LayerGroup], cache: PagedCache) -> dict[str, Any]:
     """A decoder's cache, as a log's header has it."""
+    page_size, dtype = cache[0][1].page_size, cache[0][0].k_pages[0].dtype
     groups = [
         {
             "layers": len(group.layers),
             "window": group.window,
+            "num_pages": table.ref_counts.shape[0] - 1,
             "bytes_per_token": page_bytes([group], page_size=page_size, dtype=dtype) // page_size,
             "padding_bytes": padding_bytes([group], page_size=page_size, dtype=dtype) // page_size,
         }
-        for group in layer_groups
+        for group, (_, table) in zip(layer_groups, cache, strict=True)
     ]
     return {"page_size": page_size, "groups": groups}
 

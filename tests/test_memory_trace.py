@@ -20,10 +20,12 @@ from paxkv.memory_trace import MemoryTrace
 from paxkv.prefix_index import PrefixKey
 from paxkv.request_state import Request
 
-GROUPS = [{"layers": 2, "window": None, "bytes_per_token": 6, "padding_bytes": 0},
-          {"layers": 1, "window": 8, "bytes_per_token": 2, "padding_bytes": 0}]  # fmt: skip
-ABOUT = {"page_size": 4, "num_pages": 25, "num_slots": 2, "max_length": 64,
-         "groups": GROUPS}  # fmt: skip
+SIZES = {"num_pages": 25, "padding_bytes": 0}
+GROUPS = [
+    {"layers": 2, "window": None, "bytes_per_token": 6} | SIZES,
+    {"layers": 1, "window": 8, "bytes_per_token": 2} | SIZES,
+]
+ABOUT = {"page_size": 4, "num_slots": 2, "max_length": 64, "groups": GROUPS}
 
 
 def account(used: list[int], tail: list[int]) -> np.ndarray:

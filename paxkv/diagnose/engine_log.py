@@ -65,8 +65,8 @@ class EngineLog:
     @property
     def pool_bytes(self) -> int:
         """Of all pages that can be handed out, in all layer groups."""
-        slots = self.header["num_pages"] * self.header["page_size"]
-        return slots * sum(group["bytes_per_token"] for group in self.header["groups"])
+        groups = self.header["groups"]
+        return self.page_size * sum(g["num_pages"] * g["bytes_per_token"] for g in groups)
 
     @property
     def mean(self) -> dict[str, float]:
