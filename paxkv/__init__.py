@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paxkv.llm import LLM, Score, StreamPiece
     from paxkv.logits_processors import LogitsProcessor, chain, default_processors, stateless
     from paxkv.memory_report import MemoryReport, PoolReport, RequestMemory
+    from paxkv.memory_series import MemorySeries
     from paxkv.memory_trace import MemoryTrace
     from paxkv.metrics import EngineStats, Metrics
     from paxkv.page_pool import (
@@ -77,6 +78,7 @@ __all__ = [
     "LayerGroup",
     "LogitsProcessor",
     "MemoryReport",
+    "MemorySeries",
     "MemoryTrace",
     "Metrics",
     "NoToken",
@@ -156,6 +158,7 @@ _HOMES = {
     "llm": "LLM Score StreamPiece",
     "logits_processors": "LogitsProcessor chain default_processors stateless",
     "memory_report": "MemoryReport PoolReport RequestMemory",
+    "memory_series": "MemorySeries",
     "memory_trace": "MemoryTrace",
     "metrics": "EngineStats Metrics",
     "page_pool": "PagePool copy_pages dense_from_pages init_page_pool pages_from_dense",

@@ -69,6 +69,15 @@ def test_kv_bytes_follow_the_config(changes, numbers):
 
 
 def test_names_of_other_families_are_known():
+    glm = {"num_layers": 28, "hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128,
+           "multi_query_attention": True, "multi_query_group_num": 2, "ffn_hidden_size": 13696,
+           "padded_vocab_size": 65024, "seq_length": 32768, "model_type": "chatglm"}  # fmt: skip
+    sizes = read_sizes(glm, "x")
+    assert sizes.kv_bytes_per_token("fp16") == 28 * 2 * 2 * 128 * 2
+    assert sizes.num_parameters == pytest.approx(6.24e9, rel=0.01)
+    dbrx = {"n_layers": 40, "d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8},
+            "vocab_size": 100352, "max_seq_len": 32768}  # fmt: skip
+    assert read_sizes(dbrx, "x").kv_bytes_per_token("fp16") == 40 * 2 * 8 * 128 * 2
     gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 10, "n_positions": 128}
     sizes = read_sizes(gpt2 | {"model_type": "gpt2"}, "x")
     assert sizes.kv_bytes_per_token("fp16") == 2 * 2 * 64 * 2 and sizes.max_length == 128

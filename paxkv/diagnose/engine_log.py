@@ -107,8 +107,7 @@ class EngineLog:
         shares = ", ".join(f"{mean[kind]:.1f} % {kind}" for kind in KINDS)
         return (
             f"measured by the engine over {self.num_steps:,} steps: {shares} of its pool; "
-            f"{self.preemptions:,} preemptions, {100 * self.recomputed_share:.0f} % as many tokens "
-            "redone as new ones"
+            f"{self.preemptions:,} preemptions, {self.recomputed_tokens:,} tokens redone"
         )
 
     def _take_steps(self, row: Mapping[str, Any]) -> None:

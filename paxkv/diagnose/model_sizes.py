@@ -53,12 +53,13 @@ def read_sizes(config: Mapping[str, Any], name: str) -> ModelSizes:
     Raises:
         ValueError: A size is missing or is no number.
     """
-    # Models of pictures and text keep the decoder's sizes in a config of their own.
-    config = config | config.get("text_config", {}) if "text_config" in config else config
+    # Models of pictures and text keep the decoder's sizes in a config of their own, DBRX some.
+    for part in ("text_config", "attn_config", "ffn_config"):
+        config = config | dict(config.get(part) or {})
     num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     hidden = _size(config, "hidden_size", "n_embd", "d_model", "dim")
     num_heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    head_dim = config.get("head_dim") or hidden // num_heads
+    head_dim = config.get("head_dim") or config.get("kv_channels") or hidden // num_heads
     num_kv_heads = _num_kv_heads(config, num_heads)
     numbers_per_head = 2 * head_dim
     if config.get("kv_lora_rank"):  # one compressed row for all heads (MLA)
@@ -95,8 +96,8 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     return _size(
-        config, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv",
-        otherwise=num_heads,
+        config, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_n_heads",
+        "multi_query_group_num", otherwise=num_heads,
     )  # fmt: skip
 
 
@@ -105,7 +106,10 @@ def _num_parameters(
 ) -> int:
     kv_heads = _num_kv_heads(config, num_heads)
     attention = 2 * hidden * head_dim * (num_heads + kv_heads)
-    inner = _size(config, "intermediate_size", "ffn_dim", "n_inner", "d_ff", otherwise=4 * hidden)
+    inner = _size(
+        config, "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size",
+        otherwise=4 * hidden,
+    )  # fmt: skip
     is_gated = config.get("model_type") not in _UNGATED
     matrices = 3 if is_gated else 2
     num_experts = config.get("num_local_experts") or config.get("n_routed_experts") or (
@@ -114,6 +118,6 @@ def _num_parameters(
     if num_experts > 1:
         inner = config.get("moe_intermediate_size") or inner
     mlp = num_experts * matrices * hidden * inner
-    embeddings = _size(config, "vocab_size") * hidden
+    embeddings = _size(config, "vocab_size", "padded_vocab_size") * hidden
     tied = config.get("tie_word_embeddings", config.get("model_type") in _UNGATED)
     return num_layers * (attention + mlp) + embeddings * (1 if tied else 2)
