@@ -14,6 +14,7 @@ from helpers_diagnose import make_case, make_trace, with_blocks
 from paxkv.cli import app
 from paxkv.diagnose.diagnosis import Diagnosis, diagnose
 from paxkv.diagnose.distributions import sample_trace
+from paxkv.diagnose.footprint import Footprint
 from paxkv.diagnose.html import html_page
 from paxkv.diagnose.memory_map import map_memory
 from paxkv.diagnose.report import print_report
@@ -147,6 +148,20 @@ def test_the_map_shows_every_page_once(found, found_with_prefixes):
     pages = map_memory(found_with_prefixes.case, num_pages=60, max_steps=100)
     kinds = {page.kind for page in pages}
     assert {"own", "shared", "reusable"} <= kinds
+
+
+@pytest.mark.parametrize("windows", [(None, 512), (512, 512)], ids=["some", "all"])
+def test_layers_with_windows_are_told_of(windows):
+    case = make_case(make_trace(*[(900, 100)] * 40))
+    sizes = dataclasses.replace(case.sizes, windows=windows)
+    footprint = Footprint.of_layers(windows)
+    budget = dataclasses.replace(case.budget, footprint=footprint)
+    diagnosis = diagnose(dataclasses.replace(case, sizes=sizes, budget=budget))
+    pages = map_memory(diagnosis.case)
+    text, page = shown(diagnosis), html_page(diagnosis, pages)
+    assert f"layers with a window {windows.count(512)} of 2" in " ".join(text.split())
+    assert "a request of 1,000 (mean)" in text and max(map(len, text.splitlines())) <= 80
+    assert ("layers that see all tokens" in page) == bool(pages) == (None in windows)
 
 
 def test_plots_are_written_as_files(found, tmp_path):

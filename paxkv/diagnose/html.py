@@ -90,12 +90,15 @@ def _figures(diagnosis: Diagnosis, pages: list[MappedPage]) -> list[str]:
         )
     )
     if pages:
+        footprint = diagnosis.case.budget.footprint
+        is_part = footprint.full_shares < footprint.shares
         found.append(
             _figure(
                 "Memory map",
                 f"{len(pages):,} pages of {diagnosis.case.page_size} tokens, in order. A colour is "
                 "a request; hatched is a tail; a white dot marks a shared prefix; crossed is kept "
-                "for reuse; white is free. Page 0 is never handed out.",
+                "for reuse; white is free. Page 0 is never handed out."
+                + (" These are the layers that see all tokens." if is_part else ""),
                 charts.memory_map(pages),
             )
         )

@@ -32,11 +32,13 @@ def map_memory(
 
     Pages are handed out lowest first, as the block table does. Pages of a known prefix are shared,
     and kept when nobody holds them until others need the room. Of a model with windows, these are
-    the pages of layers that keep every token.
+    the pages of layers that keep every token, or none if all have windows.
 
     Raises:
         ValueError: No request fits in so small a pool.
     """
+    if not case.budget.footprint.full_shares:
+        return []
     num_pages = min(num_pages, case.budget.num_tokens // case.page_size)
     shares = case.block_tokens > 0 and case.block_tokens % case.page_size == 0
     policy = PagedPolicy(

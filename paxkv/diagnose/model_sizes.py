@@ -55,7 +55,7 @@ def read_sizes(config: Mapping[str, Any], name: str) -> ModelSizes:
     """
     # Models of pictures and text keep the decoder's sizes in a config of their own, DBRX some.
     for part in ("text_config", "attn_config", "ffn_config"):
-        config = config | dict(config.get(part) or {})
+        config = {**config, **(config.get(part) or {})}
     num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     hidden = _size(config, "hidden_size", "n_embd", "d_model", "dim")
     num_heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")

@@ -31,6 +31,7 @@ _LINES = {
     "max": ("#555555", ":", "x"),
 }
 _TIME_POINTS = 400
+_LEAST_LABELLED = 9  # percent: what has room for a number
 
 
 def save_plots(diagnosis: Diagnosis, pages: list[MappedPage], folder: Path) -> list[Path]:
@@ -78,7 +79,8 @@ def _bars(axes: "Axes", diagnosis: Diagnosis) -> None:
         bars = axes.barh(labels, shares, left=left, color=colour, hatch=hatch, edgecolor="black",
                          linewidth=0.5, label=kind)  # fmt: skip
         if kind == "used":
-            axes.bar_label(bars, fmt="%.1f %%", label_type="center", color="white")
+            labels_in = [f"{share:.1f} %" if share > _LEAST_LABELLED else "" for share in shares]
+            axes.bar_label(bars, labels_in, label_type="center", color="white")
         left += shares
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="percent of the KV memory")
