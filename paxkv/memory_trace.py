@@ -14,6 +14,10 @@ JSON lines, written as things happen, so that the log of a running engine can be
   `preemptions` and `recomputed_tokens`;
 - at the end `closed`.
 
+A log is replayed step by step, as the engine ran, with `paxkv diagnose LOG --columns
+arrival=arrival_step --step-ms 1000`: a step is a second then. A step is measured as
+`paxkv.memory_series` says, and with bursts of one step both agree token for token.
+
 Ids are hashes under a key that is thrown away: a log does not tell what was asked.
 """
 

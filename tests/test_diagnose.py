@@ -111,6 +111,9 @@ def test_savings_of_prefixes_are_told_now_and_over_time(found, found_with_prefix
     text = " ".join(shown(found_with_prefixes).split())
     assert "Prefixes, now:" in text and "296 of 1,200 prompt blocks (24.7 %) came before" in text
     assert "shared pages" in text
+    other = dataclasses.replace(found_with_prefixes.case, page_size=24)
+    text = shown(dataclasses.replace(found_with_prefixes, case=other))
+    assert "a page of 24 does not divide the 32 tokens" in " ".join(text.split())
 
 
 # The page.

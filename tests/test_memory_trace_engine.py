@@ -1,10 +1,12 @@
 """An engine's log against the simulation of it, the same series token for token; and reports."""
 
+import gc
 import json
 
 import numpy as np
 import pytest
 
+import paxkv
 from helpers import StubDecoder, add, make_engine, random_prompts, run, settled
 from helpers_cli import run as run_command
 from helpers_cli import write_tiny_model
@@ -167,6 +169,17 @@ def test_a_report_counts_what_is_shared_once():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), has_chat_format=False)
+
+
+def test_an_llm_logs_to_a_file_of_that_name(model, tmp_path):
+    path = tmp_path / "log.jsonl"
+    llm = paxkv.LLM(model, dtype="float32", max_slots=2, memory_trace=path, compilation_cache=False)
+    llm.generate(["Hello", "Hello"], paxkv.SamplingParams(max_tokens=3, temperature=0.0))
+    assert read_trace(path).output_tokens.tolist() == [3, 3]
+    del llm
+    gc.collect()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["model"] == str(model) and lines[-1] == {"closed": True}
 
 
 def test_the_commands_write_what_diagnose_reads(model, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def _bar(simulation: Simulation, y: float) -> str:
 
 
 def over_time(simulation: Simulation, what: str) -> str:
-    """Areas by kind, step by step."""
+    """Areas by kind, step by step; of the used one, a line has below it what is there twice."""
     height, bottom = 150.0, 168.0
     chosen = np.unique(np.linspace(0, simulation.num_steps - 1, _TIME_POINTS).astype(int))
     x = _LEFT + (WIDTH - _LEFT - _RIGHT) * chosen / max(simulation.num_steps - 1, 1)
@@ -68,6 +68,11 @@ def over_time(simulation: Simulation, what: str) -> str:
             svg.tag("polygon", points=points, fill=fill, stroke=svg.INK, stroke_width=0.4)
         )
         below = above
+    if simulation.duplicate.any():
+        heights = 10 + height * (1 - simulation.duplicate[chosen] / simulation.num_slots)
+        points = list(zip(x.tolist(), heights.tolist(), strict=True))
+        shapes.append(svg.line(points, stroke="#ffffff", stroke_width=1.6))
+        shapes.append(svg.line(points, stroke=svg.INK, stroke_width=1.6, stroke_dasharray="4 3"))
     for percent in (0, 50, 100):
         shapes.append(
             svg.text(_LEFT - 4, 14 + height * (1 - percent / 100), f"{percent}", anchor="end")

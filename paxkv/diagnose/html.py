@@ -47,13 +47,13 @@ def html_page(diagnosis: Diagnosis, pages: list[MappedPage]) -> str:
     body = [
         PATTERNS,
         "<h1>paxkv diagnose: what the KV memory is used for</h1>",
-        f'<p class="verdict">{escape(diagnosis.verdict.sentence)}</p>',
+        f'<p class="verdict">{_prose(diagnosis.verdict.sentence)}</p>',
         f'<div class="grid">{_bars(diagnosis)}<div>{_memory(diagnosis)}</div></div>',
         _caches(diagnosis),
         f'<div class="grid">{"".join(_figures(diagnosis, pages))}'
         f"<div>{_remedies(diagnosis)}</div></div>",
         "<h2>Sharing, and where the figures come from</h2>",
-        *(f"<p>{escape(words)}</p>" for words in sharing_lines(diagnosis) + note_lines(diagnosis)),
+        *(f"<p>{_prose(words)}</p>" for words in sharing_lines(diagnosis) + note_lines(diagnosis)),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -71,7 +71,8 @@ def _figures(diagnosis: Diagnosis, pages: list[MappedPage]) -> list[str]:
             found.append(
                 _figure(
                     f"Over time: {CACHE_NAMES[name]}",
-                    f"Percent of the KV memory, step by step. {batch_words(simulation)}.",
+                    f"Percent of the KV memory, step by step. {batch_words(simulation)}."
+                    + (" Below the dashed line: copies." if simulation.duplicate.any() else ""),
                     charts.over_time(simulation, name),
                 )
             )
@@ -106,8 +107,13 @@ def _figures(diagnosis: Diagnosis, pages: list[MappedPage]) -> list[str]:
 
 
 def _figure(title: str, caption: str, picture: str) -> str:
-    words = f"<figcaption>{escape(caption)}</figcaption>"
+    words = f"<figcaption>{_prose(caption)}</figcaption>"
     return f"<figure><h2>{escape(title)}</h2>{words}{picture}</figure>"
+
+
+def _prose(words: str) -> str:
+    """Text that does not part a number from its percent sign."""
+    return escape(words).replace(" %", "\u00a0%")
 
 
 def _bars(diagnosis: Diagnosis) -> str:

@@ -95,8 +95,12 @@ def _areas(axes: "Axes", simulation: Simulation) -> None:
         axes.fill_between(steps, below, above, facecolor=colour, hatch=hatch, edgecolor="black",
                           linewidth=0.3, label=kind)  # fmt: skip
         below = above
+    if simulation.duplicate.any():
+        copies = 100 * simulation.duplicate[steps] / simulation.num_slots
+        axes.plot(steps, copies, color="white", linewidth=1.6)
+        axes.plot(steps, copies, color="black", linewidth=1.6, linestyle="--", label="copies below")
     axes.set(xlim=(0, steps[-1]), ylim=(0, 100), xlabel="step", ylabel="percent of the KV memory")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=5, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=6, frameon=False)
 
 
 def _curve(axes: "Axes", diagnosis: Diagnosis) -> None:

@@ -119,6 +119,11 @@ def note_lines(diagnosis: Diagnosis) -> list[str]:
         how += f"a step taking {1000 * case.step_seconds:.1f} ms"
     lines = [f"Trace: {case.trace.name}, {len(case.trace):,} requests, {how}."]
     lines += [f"Note: {note}." for note in case.trace.notes]
+    if case.block_tokens % case.page_size:
+        lines.append(
+            f"Note: shared pages are not simulated, for a page of {case.page_size} does not divide "
+            f"the {case.block_tokens} tokens that an id of the trace stands for."
+        )
     for name, simulation in diagnosis.simulations.items():
         cache = CACHE_NAMES[name]
         if simulation is None:
