@@ -127,13 +127,17 @@ def adopt_all(
     A page adopted in part is copied at once, so that no slot needs another page for it later.
 
     Returns:
-        The new cache, and `bool[]`; False if a page is free, a slot is not empty, or the pool has
-        no pages for the copies.
+        The new cache, and `bool[]`; False, and nothing changed, if a page is free, a slot is not
+        empty, or the pool has no pages for the copies.
     """
-    cache, ok = _on_tables(partial(adopt, lengths=lengths), cache, pages)
+    adopted, ok = _on_tables(partial(adopt, lengths=lengths), cache, pages)
     is_partial = ok & (lengths % cache[0][1].page_size > 0)
-    cache, fits = reserve_all(cache, is_partial.astype(jnp.int32))
-    return cache, ok & fits
+    adopted, fits = reserve_all(adopted, is_partial.astype(jnp.int32))
+    # Where they do not fit, no page was copied: only the tables are to be taken back.
+    return tuple(
+        (pool, _choose(fits, new, old))
+        for (pool, new), (_, old) in zip(adopted, cache, strict=True)
+    ), ok & fits
 
 
 def settle_all(
