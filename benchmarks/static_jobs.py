@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from benchmarks.aot import Job
-from benchmarks.aot_cases import IMPLEMENTATIONS, attention_job
+from benchmarks.aot_attention import IMPLEMENTATIONS, attention_job
 from benchmarks.aot_peers import ragged_paged_attention_job, tpu_inference_job
 from benchmarks.aot_reports import Scratch
 from benchmarks.chips import Chip
