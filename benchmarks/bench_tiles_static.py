@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.aot import PYTHON_VARIABLE, Compiled, Job, aot_python, compile_all
-from benchmarks.aot_cases import attention_shapes
+from benchmarks.aot_attention import attention_shapes
 from benchmarks.chips import CHIPS, Chip
 from benchmarks.common import describe_run, tell
 from benchmarks.static_jobs import TOKENS, decode_case, paxkv_tile

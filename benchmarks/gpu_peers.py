@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks.aot_cases import IMPLEMENTATIONS
+from benchmarks.aot_attention import IMPLEMENTATIONS
 from paxkv.pallas_kernels import paged_attention
 from paxkv.pallas_kernels.movers import write_tokens
 

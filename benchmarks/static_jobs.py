@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from benchmarks.aot import Job
-from benchmarks.aot_cases import IMPLEMENTATIONS, attention_job
+from benchmarks.aot_attention import IMPLEMENTATIONS, attention_job
 from benchmarks.aot_peers import ragged_paged_attention_job, tpu_inference_job
 from benchmarks.aot_reports import Scratch
 from benchmarks.chips import Chip
@@ -89,6 +89,9 @@ def jobs(chip: Chip) -> dict[str, Job]:
             case, max_q_len=1, implementation=implementation
         )
         if chip.platform == "tpu":
+            found[f"paxkv:decode_float16:{page_size}"] = attention_job(
+                case, max_q_len=1, implementation=implementation, dtype="float16"
+            )
             found[f"jax:decode:{page_size}"] = ragged_paged_attention_job(
                 case, tile_tokens=_JAX_TILE_TOKENS, tile_queries=_JAX_TILE_QUERIES
             )
@@ -104,7 +107,7 @@ def jobs(chip: Chip) -> dict[str, Job]:
 
 def names(platform: str) -> list[str]:
     """The names of `jobs`."""
-    whats = ["paxkv:decode", "jax:decode", "tpu-inference:decode"]
+    whats = ["paxkv:decode", "paxkv:decode_float16", "jax:decode", "tpu-inference:decode"]
     if platform == "cuda":
         whats = ["paxkv:decode", "paxkv:prefill"]
     return [f"{what}:{size}" for size in PAGE_SIZES for what in whats]

@@ -41,7 +41,9 @@ def normalise(softmax: PartialSoftmax, sinks: jax.Array | None) -> tuple[jax.Arr
         values = values * shrink[..., None]
         total = total * shrink + jnp.exp(sinks[None].astype(jnp.float32) - with_sink)
         top = with_sink
-    saw_keys = ~(top <= MASKED / 2)  # NaN is not hidden
+    # NaN is not hidden: of a query that is NaN the top may be MASKED, since XLA for CPUs loses NaN
+    # in maxima of some shapes, but the total is not a number.
+    saw_keys = ~(top <= MASKED / 2) | jnp.isnan(total)
     out = jnp.where(saw_keys[..., None], values / jnp.where(saw_keys, total, 1.0)[..., None], 0.0)
     lse = jnp.where(saw_keys, top + jnp.log(jnp.where(saw_keys, total, 1.0)), -jnp.inf)
     return out, lse

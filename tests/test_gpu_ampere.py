@@ -1,4 +1,4 @@
-"""What is special to the kernel for Ampere and later chips, interpreted; see test_attention.
+"""What is special to the kernel for Ampere and later chips, interpreted; see attention_contract.
 
 `mma` and copies without a barrier are replaced (see `gpu_ampere_steps`); the compile tests hold the
 real ones to the chips' compilers.

@@ -1,4 +1,4 @@
-"""What is special to the Hopper kernel, interpreted with race detection; see test_attention."""
+"""What is special to the Hopper kernel, interpreted with race detection; see attention_contract."""
 
 import dataclasses
 import functools

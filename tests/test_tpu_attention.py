@@ -1,4 +1,4 @@
-"""What is special to the TPU kernels, interpreted with race detection on; see test_attention."""
+"""What is special to the TPU kernels, interpreted with race detection; see attention_contract."""
 
 import jax
 import jax.numpy as jnp
