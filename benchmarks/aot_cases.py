@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,8 @@ def _tile_pages(chip_name: str, name: str) -> int:
     arguments = attention_shapes(ATTENTION_CASES[case_name], dtype)
     choose = decode_tile_pages if kind == "decode" else prefill_tile_pages
     chip = tpu_tiles.Chip(chip_name.removeprefix("tpu"), num_cores=1, vmem_bytes=0)
-    return choose(chip, arguments["key_pages"], arguments["block_tables"].shape[1])
+    pages: Any = arguments["key_pages"]  # a shape is enough
+    return choose(chip, pages, arguments["block_tables"].shape[1])
 
 
 def attention_jobs(chip: Chip) -> dict[str, Job]:

@@ -9,19 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
+from paxkv.batching import ContinuousBatching
 from paxkv.cache import PagedCache
-from paxkv.compilations import counted_compilations
 from paxkv.config import page_bytes, pages_of, pages_of_groups
 from paxkv.decoder import Decoder
 from paxkv.engine_checks import Limits, check_power_of_two, check_same_shapes, whole_numbers
-from paxkv.errors import DeadlineExceeded, QueueFull
+from paxkv.errors import QueueFull
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.memory_report import MemoryReport, report_memory
 from paxkv.memory_trace import MemoryTrace, describe, open_trace
-from paxkv.metrics import EngineStats, Latencies, Metrics
+from paxkv.metrics import EngineStats, Metrics
 from paxkv.preemption import Preemption, PreemptionCosts, Swapper
 from paxkv.prefix_index import NO_KEY, PrefixKey
 from paxkv.request import FinishReason, SamplingParams
@@ -29,9 +28,7 @@ from paxkv.request_state import Request
 from paxkv.runner import Runner
 from paxkv.samples import sample_params
 from paxkv.scheduler import Scheduler
-from paxkv.slots import DEFAULT_PROCESSOR, News, Slots
-from paxkv.steps import Burst, PromptLogprobs
-from paxkv.transfer import take_prompt_logprobs, take_tokens
+from paxkv.slots import DEFAULT_PROCESSOR, Slots
 from paxkv.turns import alone
 
 _WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults()
@@ -126,7 +123,6 @@ class Engine:
         self.lock = threading.RLock()
         self.max_prefill_tokens = max_prefill_tokens
         self.max_burst = max_burst
-        self.stats = EngineStats()
         self.page_bytes = page_bytes(decoder.layer_groups, page_size=page_size, dtype=dtype)
         self.capacity = (num_pages - 1) * page_size  # tokens that the whole pool holds
         windows = [group.window for group in decoder.layer_groups if group.window is not None]
@@ -144,12 +140,7 @@ class Engine:
             page_size=page_size,
         )  # fmt: skip
         self._num_added = 0
-        self._prefill_chunk = prefill_chunk
         self._max_waiting = max_waiting
-        self._costs = PreemptionCosts(preemption)
-        self._latencies = Latencies()
-        self._clock = clock
-        self._live: dict[int, Request] = {}  # those that have not ended, and their samples
         self._scheduler = Scheduler(
             num_slots=num_slots,
             num_pages=num_pages - 1,
@@ -178,19 +169,34 @@ class Engine:
             notes_memory=memory_trace is not None,
             processor=processor,
         )
-        self._swapper = Swapper(
-            self._runner,
-            self._costs,
-            max_bytes=num_pages * self.page_bytes if max_swap_bytes is None else max_swap_bytes,
-            page_bytes=self.page_bytes,
-        )
-
-        self._memory_trace = open_trace(memory_trace)
-        if self._memory_trace:
-            self._memory_trace.write_header(
+        trace = open_trace(memory_trace)
+        if trace:
+            trace.write_header(
                 **describe(decoder.layer_groups, self._runner.cache),
                 num_slots=num_slots, max_length=self.max_length,
             )  # fmt: skip
+        costs = PreemptionCosts(preemption)
+        swapper = Swapper(
+            self._runner,
+            costs,
+            max_bytes=num_pages * self.page_bytes if max_swap_bytes is None else max_swap_bytes,
+            page_bytes=self.page_bytes,
+        )
+        self._batching = ContinuousBatching(
+            self._scheduler,
+            self._runner,
+            swapper,
+            costs,
+            prefill_chunk=prefill_chunk,
+            max_burst=max_burst,
+            clock=clock,
+            memory_trace=trace,
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """What has been done so far."""
+        return self._batching.stats
 
     @property
     def decoder(self) -> Decoder:
@@ -237,14 +243,7 @@ class Engine:
                 f"{num_waiting} requests wait and {self._max_waiting} may, so there is no room for "
                 f"{len(parts)} more: try again later, or raise max_waiting"
             )
-        for part in (request, *request.samples):
-            part.added_seconds = self._clock()
-            self._live[part.id] = part
-        for part in parts:
-            self._scheduler.queue(part)
-            if self._memory_trace:
-                self._memory_trace.note_arrival(part)
-        self.stats.prompt_tokens += len(request.prompt)
+        self._batching.queue(request)
         return request.id
 
     @alone
@@ -280,43 +279,15 @@ class Engine:
         Returns:
             The requests that have new tokens or have ended: samples, where there are several.
         """
-        with counted_compilations() as compilations:
-            changed = self._expire() + self._step(max_steps)
-        self.stats.num_compilations += compilations.count
-        return changed
-
-    def _step(self, max_steps: int | None) -> list[Request]:
-        scheduler = self._scheduler
-        num_steps = self.max_burst if max_steps is None else min(max_steps, self.max_burst)
-        self._admit(num_steps)
-        begin, num_stored = time.perf_counter(), self.stats.prefill_tokens
-        prompt_logprobs = self._prefill()
-        self._fork()
-        middle = time.perf_counter()
-        self._costs.note_recompute(self.stats.prefill_tokens - num_stored, middle - begin)
-        if scheduler.is_storing or scheduler.is_waiting_for_pages:
-            num_steps = min(num_steps, 1)
-        burst = self._runner.decode(
-            num_steps,
-            num_decoding=scheduler.num_decoding,
-            until_finish=bool(scheduler.waiting),
-            is_waiting=scheduler.is_blocked,
-        )
-        (burst, prompt_logprobs), tables = self._runner.fetch((burst, prompt_logprobs))
-        self._trace_steps(burst)
-        self.stats.prefill_seconds += middle - begin
-        self.stats.decode_seconds += time.perf_counter() - middle
-        for q_lens, logprobs in prompt_logprobs:
-            take_prompt_logprobs(scheduler.running, q_lens, logprobs)
-        return self._take_news(burst.news, tables)
+        return self._batching.step(max_steps)
 
     @alone
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Ends a request now, with all its samples. One that is not known any more is no error."""
-        request = self._live.get(request_id)
+        request = self._batching.live.get(request_id)
         if request is not None:
             for part in request.parts:
-                self._end(part, reason)
+                self._batching.end(part, reason)
 
     def stream(self, request_id: int, max_steps: int = 2) -> Iterator[list[int]]:
         """Serves until a request ends; yields its new tokens as they come.
@@ -331,7 +302,7 @@ class Engine:
             ValueError: No such request is live, or it has several samples.
             RequestError: It was not served to its end.
         """
-        request = self._live.get(request_id)
+        request = self._batching.live.get(request_id)
         if request is None:
             raise ValueError(f"no request {request_id} waits or runs: it has ended, or never was")
         if request.samples:
@@ -378,8 +349,8 @@ class Engine:
             held_pages=held,
             reusable_pages=reusable,
             token_share=scheduler.num_tokens_stored / (held * self.page_size) if held else 1.0,
-            first_token_seconds=self._latencies.first_token,
-            token_gap_seconds=self._latencies.token_gap,
+            first_token_seconds=self._batching.latencies.first_token,
+            token_gap_seconds=self._batching.latencies.token_gap,
             stats=dataclasses.replace(self.stats),
         )
 
@@ -438,7 +409,7 @@ class Engine:
     def clear_prefixes(self) -> None:
         """Forgets what no running request uses, pinned prefixes too."""
         self._scheduler.index.clear()
-        self._settle()
+        self._batching.settle()
 
     @alone
     def free_pages(self, wanted: int) -> int:
@@ -449,7 +420,7 @@ class Engine:
         """
         self._refuse_while_begun("the cache that a search needs")
         num_free = self._scheduler.free_pages(wanted)
-        self._settle()
+        self._batching.settle()
         return num_free
 
     @alone
@@ -497,144 +468,3 @@ class Engine:
     def _next_id(self) -> int:
         self._num_added += 1
         return self._num_added - 1
-
-    def _expire(self) -> list[Request]:
-        """Gives up requests whose deadline has passed; returns them."""
-        now, expired = self._clock(), []
-        for request in list(self._live.values()):
-            late = now - request.added_seconds
-            if request.samples or request.timeout_seconds is None or late < request.timeout_seconds:
-                continue
-            request.error = DeadlineExceeded(
-                f"not done {late:.3g} seconds after it was added, and timeout_seconds="
-                f"{request.timeout_seconds:g}; it has {len(request.output)} new tokens"
-            )
-            self._end(request, "error")
-            expired.append(request)
-        self.stats.num_expired += len(expired)
-        return expired
-
-    def _admit(self, num_steps: int) -> None:
-        """Sends back whom the pool has no pages for, and lets in whom it has."""
-        scheduler, sent_back = self._scheduler, []
-        while scheduler.is_short:
-            slot = scheduler.next_victim()
-            self._swapper.keep(slot, scheduler.running[slot], scheduler.waiting)
-            sent_back += scheduler.preempt()
-            self.stats.num_preemptions += 1
-        admitted = scheduler.admit()
-        scheduler.make_room(num_steps)
-        self._settle(sent_back)
-        if not admitted:
-            return
-        self._runner.admit(admitted)
-        scheduler.note_copied(admitted.values())
-        for slot, request in admitted.items():
-            num_partial = request.num_stored % self.page_size
-            self.stats.prefix_tokens_hit += request.num_stored
-            self.stats.prefix_tokens_copied += num_partial
-            self.stats.copies_on_write += num_partial > 0
-            self.stats.swapped_tokens += self._swapper.bring_back(slot, request)
-            self.stats.recomputed_tokens += max(0, request.num_sent_back - request.num_stored)
-            request.num_sent_back = 0
-
-    def _prefill(self) -> list[tuple[dict[int, int], PromptLogprobs]]:
-        """Stores prompts, a chunk of them if requests decode; returns what is still to be fetched.
-
-        A chunk is what is left of it after every call, rounded down to a power of two.
-        """
-        outputs, scheduler, num_stored = [], self._scheduler, 0
-        left = self._prefill_chunk if scheduler.num_decoding else None
-        while left is None or left >= 16:
-            most = None if left is None else 1 << (left.bit_length() - 1)
-            plan = scheduler.next_prefill(most)
-            if plan is None:
-                break
-            q_lens, num_rows = plan
-            wanted = any(scheduler.running[slot].needs_prompt_logprobs for slot in q_lens)
-            logprobs = self._runner.prefill(q_lens, num_rows, wants_logprobs=wanted)
-            if logprobs is not None:
-                outputs.append((q_lens, logprobs))
-            for slot, q_len in q_lens.items():
-                scheduler.running[slot].num_stored += q_len
-            num_stored += sum(q_lens.values())
-            left = None if left is None else left - num_rows
-        self._runner.wait()  # so that prefill and decode are told apart
-        self.stats.prefill_tokens += num_stored
-        return outputs
-
-    def _fork(self) -> None:
-        """Has samples go on from the prompt that one of them has stored."""
-        ready = self._scheduler.take_forks()
-        self._runner.fork(ready)
-        forked = [self._scheduler.running[slot] for slot in ready]
-        # The page that is half full is copied when they write to it; one of them all keeps it.
-        self.stats.copies_on_write += sum(r.num_stored % self.page_size > 0 for r in forked)
-
-    def _take_news(self, news: News, tables: list[np.ndarray]) -> list[Request]:
-        changed, scheduler, now = [], self._scheduler, self._clock()
-        for slot, request in scheduler.running.items():
-            num_new = take_tokens(request, news, slot)
-            self.stats.decode_tokens += num_new
-            if num_new:
-                self._note_latency(request, num_new, now)
-                request.num_stored = request.num_tokens - 1
-            if num_new or request.finish_reason:
-                changed.append(request)
-            if scheduler.shares_prefixes and request.finish_reason != "error":
-                scheduler.note_written(request, [table[slot] for table in tables])
-        self._note_peak()
-        done = []
-        for request in changed:
-            if request.finish_reason:
-                done += scheduler.remove(scheduler.slot_of(request))
-                self._forget(request)
-        self._settle(done if scheduler.shares_prefixes else [])
-        return changed
-
-    def _note_latency(self, request: Request, num_new: int, now: float) -> None:
-        before = request.last_token_seconds
-        if before is None:
-            self._latencies.note(1, now - request.added_seconds, are_first=True)
-        else:
-            self._latencies.note(num_new, now - before, are_first=False)
-        request.last_token_seconds = now
-
-    def _trace_steps(self, burst: Burst) -> None:
-        if self._memory_trace and burst.memory:
-            self._memory_trace.write_steps(
-                burst.memory, int(burst.num_steps), waiting=len(self._scheduler.waiting),
-                preemptions=self.stats.num_preemptions,
-                recomputed_tokens=self.stats.recomputed_tokens,
-            )  # fmt: skip
-
-    def _note_peak(self) -> None:
-        num_pages = self._scheduler.num_pages_used
-        if num_pages > self.stats.peak_pages:
-            self.stats.peak_pages = num_pages
-            self.stats.peak_tokens = self._scheduler.num_tokens_stored
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """Takes a request that waits or runs out, if it has not ended already."""
-        if request.finish_reason is not None:
-            return
-        request.finish_reason, request.swapped = reason, None
-        self._forget(request)
-        if request in self._scheduler.waiting:
-            self._scheduler.waiting.remove(request)
-        else:
-            self._settle(self._scheduler.remove(self._scheduler.slot_of(request)))
-
-    def _forget(self, ended: Request) -> None:
-        """Drops a request that has ended, and, with the last of its samples, the whole."""
-        self._live.pop(ended.id, None)
-        if self._memory_trace:
-            self._memory_trace.write_request(ended)
-        whole = self._live.get(ended.family) if ended.family is not None else None
-        if whole and all(sample.finish_reason for sample in whole.samples):
-            whole.finish_reason, whole.error = ended.finish_reason, ended.error
-            del self._live[whole.id]
-
-    def _settle(self, done: Sequence[int] = ()) -> None:
-        """Has slots released, and the block tables told what the prefix index holds now."""
-        self._runner.settle(done, self._scheduler.index.take_changes())

@@ -124,7 +124,7 @@ def test_fifty_steps_keep_one_pool_alive_and_move_nothing_to_the_host(programs):
     engine = large_engine(decoder)
     for prompt in random_prompts([21, 21, 21, 21]):
         add(engine, prompt, settled(max_tokens=43))
-    engine._admit(1)
+    engine._batching._admit(1)
     cache, slots = engine._runner.cache, engine._runner.slots
     del engine
     pool_bytes = sum(array.nbytes for array in pools_of(cache))
@@ -157,7 +157,7 @@ def test_slots_that_are_admitted_take_the_place_of_the_old():
     engine = make_engine(tiny_decoder())
     add(engine, [1, 2], settled())
     old = jax.tree.leaves(engine._runner.slots)
-    engine._admit(1)
+    engine._batching._admit(1)
     assert all(array.is_deleted() for array in old)
 
 

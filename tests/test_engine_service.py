@@ -38,7 +38,9 @@ def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 def is_forgotten(engine) -> bool:
     """Whether the engine is as it was before the first request."""
     scheduler = engine._scheduler
-    return not (engine._live or scheduler.running or scheduler.waiting or pages_held(engine))
+    return not (
+        engine._batching.live or scheduler.running or scheduler.waiting or pages_held(engine)
+    )
 
 
 def test_lower_priorities_are_served_first_and_equal_ones_in_turn():
@@ -72,7 +74,7 @@ def test_queue_that_is_full_refuses_and_changes_nothing():
         QueueFull, match=r"2 requests wait and 3 may.* room for 2 more.*max_waiting"
     ):
         add(engine, SHORT[2], settled(n=2))
-    assert set(engine._live) == {request.id for request in requests}
+    assert set(engine._batching.live) == {request.id for request in requests}
     requests.append(add(engine, SHORT[2], settled()))
     with pytest.raises(QueueFull):
         add(engine, SHORT[3], settled())
@@ -148,8 +150,8 @@ def test_samples_survive_the_one_that_stores_their_prompt(leaves):
         scheduler = engine._scheduler
         for sample in reversed(others):  # the last in turn go first
             assert scheduler.running[scheduler.next_victim()] is sample
-            engine._settle(scheduler.preempt())
-        engine._settle(scheduler.preempt())
+            engine._batching.settle(scheduler.preempt())
+        engine._batching.settle(scheduler.preempt())
     check_engine(engine)
     run(engine)
     whole = alone((*LONG,), 6)
@@ -168,7 +170,7 @@ def test_abort_takes_all_samples_out_and_unknown_ids_do_no_harm():
     engine.abort(both.id)
     check_engine(engine)
     assert both.finish_reason == "abort" and not engine._scheduler.running
-    assert set(engine._live) == {waiting.id} and pages_held(engine) == 0
+    assert set(engine._batching.live) == {waiting.id} and pages_held(engine) == 0
     engine.abort(waiting.id)
     sent_back = add(engine, SHORT[2], settled(max_tokens=50))
     rest = add(engine, SHORT[3], settled(max_tokens=50))
