@@ -1,5 +1,6 @@
 """Between host and device: requests become rows of arrays, and news become tokens."""
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -33,12 +34,18 @@ def rows_of(
     Returns:
         `bool[B]`, which rows they are, and the rows, as arrays of the host. Others are idle.
     """
-    rows = jax.tree.map(np.array, idle_requests(num_slots, max_length, NUM_STOP_IDS))
+    rows = jax.tree.map(np.array, _idle_rows(num_slots, max_length))
     is_new = np.zeros(num_slots, bool)
     for slot, request in admitted.items():
         is_new[slot] = True
         _fill_row(rows, slot, request, engine_seed)
     return is_new, rows
+
+
+@functools.lru_cache(maxsize=4)
+def _idle_rows(num_slots: int, max_length: int) -> Requests:
+    """On the host, and made once: thirty small programs run to make them."""
+    return jax.device_get(idle_requests(num_slots, max_length, NUM_STOP_IDS))
 
 
 def _fill_row(rows: Requests, slot: int, request: Request, engine_seed: int) -> None:
