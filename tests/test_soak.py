@@ -16,9 +16,9 @@ from paxkv.sampling import greedy_sampling, request_key, sample
 NUM_REQUESTS, NUM_WARMING = 5_000, 2_000
 NUM_SLOTS, PAGE_SIZE, MAX_NEW = 16, 4, 32
 STOP = (0,)  # of 64 tokens
-# Prefill has 16, 32 or 64 rows; admit, fork, decode and settle are one each; out to the host and
-# back go 1, 2, 4, 8 or 16 pages.
-MOST_PROGRAMS = 3 + 4 + 2 * 5
+# Prefill has 16, 32 or 64 rows, decode 1, 8 or 16; admit, fork and settle are one each; out to the
+# host and back go 1, 2, 4, 8 or 16 pages.
+MOST_PROGRAMS = 3 + 3 + 3 + 2 * 5
 TABLE = 3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4")
 PREFIXES = [[], *random_prompts([3, 8, 8, 13, 20])]
 
@@ -80,9 +80,9 @@ def soak(engine: Engine, requests: list[Request], rng: np.random.Generator) -> N
         for _ in range(rng.integers(0, 13)):
             if to_come and len(engine._scheduler.waiting) < 3 * NUM_SLOTS:
                 engine.add(to_come.pop())
-        if engine._live and rng.random() < 0.1:
-            engine.abort(int(rng.choice(list(engine._live))))
-        engine._costs.preemption = ("recompute", "swap")[rng.integers(2)]
+        if engine._batching.live and rng.random() < 0.1:
+            engine.abort(int(rng.choice(list(engine._batching.live))))
+        engine._batching._costs.preemption = ("recompute", "swap")[rng.integers(2)]
         engine.step(int(rng.integers(1, 17)))
         num_steps += 1
         if num_steps % 20 == 0:
@@ -112,7 +112,7 @@ def test_every_answer_is_that_of_the_request_alone_and_everything_comes_back():
     assert stats.copies_on_write > NUM_REQUESTS / 2
     assert stats.peak_pages == engine.num_pages
 
-    assert not (engine._live or scheduler.running or scheduler.waiting)
+    assert not (engine._batching.live or scheduler.running or scheduler.waiting)
     engine.clear_prefixes()
     check_engine(engine)
     [(_, table)] = engine._runner.cache
