@@ -1,6 +1,7 @@
 """The diagnosis: its verdict, its report in 80 columns, its page, and the command."""
 
 import dataclasses
+import gc
 import io
 import re
 import xml.etree.ElementTree as ET
@@ -258,6 +259,18 @@ def test_what_cannot_be_is_told_in_a_line(args, told, tmp_path):
     result = run(*(path if arg in files else arg for arg in args))
     assert result.exit_code == 2 and "Traceback" not in result.output and not result.stdout
     assert re.search(told, " ".join(result.stderr.replace("│", " ").split())), result.stderr
+
+
+def test_ctrl_c_ends_a_simulation_even_where_it_would_collect_garbage(monkeypatch):
+    collects = []
+
+    def interrupted(*args, **kwargs):
+        collects.append(gc.isenabled())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paxkv.diagnose.command.make_case", interrupted)
+    assert run("sharegpt", *PAPER).exit_code == 130
+    assert collects == [False] and gc.isenabled()
 
 
 def test_help_teaches():
