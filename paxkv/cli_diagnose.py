@@ -1,6 +1,8 @@
 """The command `paxkv diagnose`."""
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -135,7 +137,7 @@ def diagnose(
         return
     from paxkv.diagnose import command
 
-    with notes.status("reading the trace") as status:
+    with _no_garbage_collection(), notes.status("reading the trace") as status:
         case = command.make_case(
             trace_name=trace, model=model, memory=memory, kv_memory=kv_memory, weights=weights,
             kv_dtype=kv_dtype, activations=activations, devices=devices, page_size=page_size,
@@ -144,3 +146,15 @@ def diagnose(
             time_unit=time_unit,
         )  # fmt: skip
         command.report(case, html=html, plots=plots, on_progress=status.update)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Jax loses a Ctrl-C that comes while garbage is collected, which a simulation has none of."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -216,6 +217,13 @@ def test_no_model_is_named_and_none_is_bundled(monkeypatch):
 
 def test_version_is_the_packages():
     assert run("--version").stdout == f"paxkv {paxkv.__version__}\n"
+
+
+def test_python_m_paxkv_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["paxkv", "--version"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module("paxkv", run_name="__main__")
+    assert capsys.readouterr().out == f"paxkv {paxkv.__version__}\n"
 
 
 def test_help_teaches():

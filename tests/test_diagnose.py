@@ -1,6 +1,7 @@
 """The diagnosis: its verdict, its report in 80 columns, its page, and the command."""
 
 import dataclasses
+import gc
 import io
 import re
 import xml.etree.ElementTree as ET
@@ -72,11 +73,33 @@ def test_memory_is_not_blamed_where_nobody_waits_for_it(rate, kind):
     assert found.remedies[0].speed == max(remedy.speed for remedy in found.remedies)
 
 
+@pytest.mark.parametrize(("rate", "kind"), [(0.5, "concurrency"), (12.0, "far from full")])
+def test_memory_is_not_blamed_where_pages_end_the_waiting_and_little_else(rate, kind):
+    trace = sample_trace("sharegpt", num_requests=800, requests_per_second=rate)
+    kv_bytes = (12 if kind == "concurrency" else 130) << 30
+    case = make_case(trace)
+    budget = dataclasses.replace(case.budget, memory_bytes=(28 << 30) + kv_bytes)
+    found = diagnose(dataclasses.replace(case, budget=budget, step_seconds=0.02))
+    rows, pages = found.simulations["max"], found.simulations["pages"]
+    assert rows is not None and pages is not None
+    assert rows.blocked_share > 0.01 and pages.blocked_share == 0
+    assert found.verdict.kind == kind
+    assert found.verdict.sentence.startswith("With pages, memory is not the limit")
+    assert "with full-length rows one waits for it in" in found.verdict.sentence
+
+
 def test_rows_that_do_not_fit_at_all_are_the_worst_fragmentation():
     found = diagnose(make_case(make_trace(*[(20, 20)] * 50), max_length=20_000))
     assert found.simulations["max"] is None
     assert "not one row of 20,000 tokens fits" in found.verdict.sentence
     assert "no request fits in full rows" in shown(found)
+
+
+@pytest.mark.parametrize("seconds", [None, [5.0 * i for i in range(3)]])
+def test_memory_is_not_blamed_for_rows_that_do_not_fit_where_few_requests_come(seconds):
+    found = diagnose(make_case(make_trace(*[(20, 20)] * 3, seconds=seconds), max_length=20_000))
+    assert found.simulations["max"] is None and found.verdict.kind == "concurrency"
+    assert "although not one row of 20,000 tokens fits" in found.verdict.sentence
 
 
 def test_thrash_is_called_thrash():
@@ -218,15 +241,36 @@ def test_the_command_reads_files_and_names_of_columns(tmp_path):
         (("sharegpt", *PAPER, "--rate", "0"), "rate must be above 0"),
         (("sharegpt", "--memory", "40GB"), "--model"),
         (("sharegpt", *PAPER, "--page-size", "0"), "--page-size"),
+        (("SHORT", *PAPER, "--page-size", "20000"), "in pages of 20,000: give it smaller pages"),
+        (("SHORT", *PAPER, "--step-ms", "-3"), "--step-ms -3: a decode step takes more than 0"),
+        (("SHORT", *PAPER, "--time-unit", "h"), "time unit 'h' is none of s, ms, us, ns"),
+        (("SHORT", *PAPER, "--html", "no/such/x.html"), "no folder no/such to write x.html to"),
+        (("SHORT", *PAPER, "--html", "."), "is a folder: name a file in it"),
+        (("sharegpt", "--model", "SHORT", "--memory", "40GB"), "not JSON, as the config.json of"),
+        (("SHORT", "--live"), "is no log of an engine: --live"),
+        (("tests", "--live"), "tests is no log of an engine: --live"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(args, told, tmp_path):
-    files = {"EMPTY": "", "LONG": "prompt_tokens,output_tokens\n3000,10\n"}
+    head = "prompt_tokens,output_tokens\n"
+    files = {"EMPTY": "", "LONG": head + "3000,10\n", "SHORT": head + "30,10\n"}
     path = tmp_path / "trace.csv"
-    path.write_text(files.get(args[0], ""))
+    path.write_text(next((files[arg] for arg in args if arg in files), ""))
     result = run(*(path if arg in files else arg for arg in args))
-    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert result.exit_code == 2 and "Traceback" not in result.output and not result.stdout
     assert re.search(told, " ".join(result.stderr.replace("│", " ").split())), result.stderr
+
+
+def test_ctrl_c_ends_a_simulation_even_where_it_would_collect_garbage(monkeypatch):
+    collects = []
+
+    def interrupted(*args, **kwargs):
+        collects.append(gc.isenabled())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paxkv.diagnose.command.make_case", interrupted)
+    assert run("sharegpt", *PAPER).exit_code == 130
+    assert collects == [False] and gc.isenabled()
 
 
 def test_help_teaches():

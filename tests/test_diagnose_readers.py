@@ -157,6 +157,11 @@ HEAD = "prompt_tokens,output_tokens,timestamp\n"
         (MOONCAKE + "[1]\n", "line 3: list where an object"),
         (MOONCAKE.replace("[0, 2]", "[0]").replace("1024", "2048"), "line 2: hash_ids has 1 ids"),
         (MOONCAKE.replace("[0, 2]", '"x"'), "line 2: hash_ids is 'x'"),
+        (MOONCAKE.replace("[0, 2]", f"[0, {2**63}]"), "line 2: hash_ids is .* whole numbers"),
+        ('{"input_length": 1, "output_length": NaN}\n', "line 1: output_length is nan"),
+        ('{"custom_id": "a", "response": "x"}\n', "line 1: its response is not one of OpenAI's"),
+        ('{"custom_id": "a", "response": {"body": {"usage": 3}}}\n', "line 1: its usage is no"),
+        (HEAD.encode("utf-16"), "is not text in UTF-8: name a trace"),
         (batch_input(messages=[]), "line 1: it names neither max_tokens nor"),
         (batch_input(max_tokens=3), "line 1: it has neither messages nor a prompt"),
     ],
@@ -164,6 +169,11 @@ HEAD = "prompt_tokens,output_tokens,timestamp\n"
 def test_what_is_wrong_is_told_with_its_line(read, text, told):
     with pytest.raises(ValueError, match=f"(?s)trace.*{told}"):
         read(text)
+
+
+def test_whole_numbers_with_a_point_are_read(read):
+    trace = read("prompt_tokens,output_tokens\n10.0,3\n")
+    assert trace.prompt_tokens.tolist() == [10]
 
 
 def test_columns_that_are_not_there_are_told(read):

@@ -14,7 +14,7 @@ def is_batch_line(row: Mapping[str, Any]) -> bool:
     return "custom_id" in row and ("body" in row or "response" in row)
 
 
-def batch_row(row: Mapping[str, Any]) -> dict[str, int] | None:
+def batch_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """`prompt_tokens` and `output_tokens` of a line; None for a request that failed.
 
     What came back says exactly how long it was. What is asked is estimated from its text, with
@@ -24,9 +24,7 @@ def batch_row(row: Mapping[str, Any]) -> dict[str, int] | None:
         ValueError: The line tells no lengths.
     """
     if "response" in row:
-        body = (row["response"] or {}).get("body") or {}
-        usage = body.get("usage")
-        if row.get("error") or not usage:
+        if row.get("error") or not (usage := _usage(row["response"])):
             return None
         return {
             "prompt_tokens": usage.get("prompt_tokens"),
@@ -45,6 +43,19 @@ def batch_row(row: Mapping[str, Any]) -> dict[str, int] | None:
     if prompt is None:
         raise ValueError("it has neither messages nor a prompt")
     return {"prompt_tokens": _prompt_tokens(prompt), "output_tokens": output}
+
+
+def _usage(response: Any) -> Mapping[str, Any] | None:
+    """What an answer took; None where there is no answer."""
+    found = response
+    for part in ("body", "usage"):
+        found = found or {}
+        if not isinstance(found, Mapping):
+            raise ValueError("its response is not one of OpenAI's: a body with a usage is needed")
+        found = found.get(part)
+    if found and not isinstance(found, Mapping):
+        raise ValueError("its usage is no object with prompt_tokens and completion_tokens")
+    return found
 
 
 def _prompt_tokens(prompt: Any) -> int:

@@ -50,6 +50,8 @@ def make_case(
         )
     if (memory is None) == (kv_memory is None):
         raise ValueError("give either --memory, of a device, or --kv-memory, of its KV cache")
+    if step_ms is not None and not 0 < step_ms < float("inf"):
+        raise ValueError(f"--step-ms {step_ms:g}: a decode step takes more than 0 milliseconds")
     sizes = find_sizes(model)
     weight_bytes, activation_bytes = parse_weights(weights, sizes), parse_bytes(activations)
     accelerator = None
@@ -90,6 +92,8 @@ def report(
     Raises:
         ValueError: No request fits, or a file cannot be written.
     """
+    if html is not None:
+        _check_can_be_written(html)
     found = diagnose(case, on_progress=on_progress)
     print_report(found, Console(highlight=False))
     if html is None and plots is None:
@@ -119,6 +123,14 @@ def _find_trace(
             f"{', '.join(DISTRIBUTIONS)}"
         )
     return read_trace(name, columns=columns, time_unit=time_unit, max_requests=max_requests)
+
+
+def _check_can_be_written(file: Path) -> None:
+    """Tells before the simulation what would fail after it."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a file in it, such as {file / 'report.html'}")
+    if not file.parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent} to write {file.name} to: make it first")
 
 
 def _columns(text: str | None) -> dict[str, str]:

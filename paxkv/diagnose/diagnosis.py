@@ -102,8 +102,9 @@ def diagnose(case: Case, *, on_progress: Callable[[str], None] = lambda what: No
     pages = simulations["pages"]
     if pages is None:
         raise ValueError(
-            f"no request of the trace fits in a KV memory of {case.budget.num_tokens:,} tokens: "
-            "give it more memory, or a model whose keys and values are smaller"
+            f"no request of the trace fits in a KV memory of {case.budget.num_tokens:,} tokens in "
+            f"pages of {case.page_size:,}: give it smaller pages, more memory, or a model whose "
+            "keys and values are smaller"
         )
     on_progress("comparing page sizes and budgets")
     verdict = judge(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from paxkv.diagnose.model_sizes import ModelSizes, read_sizes
 
@@ -58,9 +59,16 @@ def find_sizes(name_or_path: str) -> ModelSizes:
             f"{', '.join(MODELS)}"
         )
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = _parsed(file)
         if not isinstance(config, dict):
             raise ValueError("it is no JSON object")
         return read_sizes(config, path.resolve().name if path.is_dir() else str(name_or_path))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _parsed(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"it is not JSON, as the config.json of a model is: {error}") from error

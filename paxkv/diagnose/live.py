@@ -18,6 +18,10 @@ from paxkv.memory_trace import KINDS
 _POLL_SECONDS = 0.5
 _BAR = 40  # characters
 _LEVELS = " ▁▂▃▄▅▆▇█"
+_NO_LOG = (
+    "{} is no log of an engine: --live follows what `--memory-trace` writes; leave it out to "
+    "diagnose a trace"
+)
 _MEANS = {
     "used": "holds tokens",
     "tail": "in pages, behind their tokens",
@@ -109,10 +113,7 @@ def _begin(path: str, lines: Iterator[tuple[int, dict[str, Any] | None]]) -> Eng
             return EngineLog(row)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line 1: {error}") from None
-    raise ValueError(
-        f"{path} is no log of an engine: --live follows what `--memory-trace` writes; leave it out "
-        "to diagnose a trace"
-    )
+    raise ValueError(_NO_LOG.format(path))
 
 
 def _take(log: EngineLog, row: dict[str, Any], path: str, number: int) -> None:
@@ -126,9 +127,11 @@ def _follow(
     path: str, sleep: Callable[[float], None]
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Its lines by number; None whenever there are no more for now."""
+    if Path(path).is_dir():
+        raise ValueError(_NO_LOG.format(path))
     if not Path(path).is_file():
         raise ValueError(f"there is no log {path}: start the engine with --memory-trace {path}")
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
         number, text = 1, ""
         while True:
             text += file.readline()
@@ -139,7 +142,8 @@ def _follow(
             try:
                 row = json.loads(text)
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+                what = _NO_LOG.format(path) if number == 1 else f"{path}, line {number}: {error}"
+                raise ValueError(what) from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: an object is needed")
             yield number, row

@@ -48,6 +48,8 @@ def read_trace(
         file.seek(0)
         if not start:
             raise ValueError(f"{path} is empty: a trace has a header and a line per request")
+        if "\0" in start:
+            raise ValueError(f"{path} is not text in UTF-8: name a trace (CSV or JSON lines)")
         if start.startswith("["):
             raise ValueError(
                 f"{path} is one JSON array: write one object per line, as `jq -c .[]` does"

@@ -136,11 +136,12 @@ class TraceBuilder:
 
 
 def _tokens(row: Mapping[str, Any], name: str) -> int:
+    """A count; "10.0" is one, as tables with gaps in them write whole numbers."""
     value: Any = row.get(name)
-    is_whole = isinstance(value, int | str) or (isinstance(value, float) and value.is_integer())
     try:
-        tokens = int(value) if is_whole else None
-    except ValueError:
+        number = float(value)
+        tokens = int(number) if number.is_integer() else None
+    except (ValueError, TypeError, OverflowError):
         tokens = None
     if tokens is None:
         raise ValueError(f"{name} is {value!r}; a whole number of tokens is needed")
@@ -153,7 +154,7 @@ def _tokens(row: Mapping[str, Any], name: str) -> int:
 
 def _prefix_ids(row: Mapping[str, Any], name: str, prompt: int, block_tokens: int) -> list[int]:
     ids = row.get(name)
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**63 for i in ids):
         raise ValueError(f"{name} is {str(ids)[:40]!r}; a list of whole numbers is needed")
     blocks = -(-prompt // block_tokens)
     if len(ids) not in (blocks, blocks - 1):

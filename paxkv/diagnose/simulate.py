@@ -191,10 +191,10 @@ class _Log:
 
     def result(self, warmup_steps: int) -> Simulation:
         """Everything, step by step."""
-        if not self._accounts and self._why_refused:
-            raise self._why_refused
         steps, *others = np.array(self._others or [(0,) * 5]).T
         running, waiting, blocked, duplicate = (np.repeat(values, steps) for values in others)
+        if self._why_refused and not running.any():
+            raise self._why_refused
         accounts = zip(*self._accounts, strict=True)
         return Simulation(
             num_slots=self._policy.num_slots,

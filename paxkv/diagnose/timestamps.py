@@ -13,9 +13,14 @@ class Clock:
     Args:
         unit: "s", "ms", "us" or "ns" for numbers. None goes by their size: numbers that would be
             dates since 1970 are taken for that, in the unit that fits, others for seconds.
+
+    Raises:
+        ValueError: There is no such unit.
     """
 
     def __init__(self, unit: str | None = None) -> None:
+        if unit is not None and unit not in _PER_SECOND:
+            raise ValueError(f"time unit {unit!r} is none of {', '.join(_PER_SECOND)}")
         self._unit = unit
         self._kind: str | None = None
 

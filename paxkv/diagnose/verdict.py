@@ -41,9 +41,10 @@ def judge(
         max_length: Tokens of one request at most.
     """
     is_blocked = rows is None or rows.blocked_share > _BLOCKED
-    if not is_blocked:
-        return _not_the_memory(pages)
     gain = pages.mean_running / rows.mean_running if rows else float("inf")
+    is_wanted = gain >= _WORTH_IT and (rows is not None or pages.mean_running >= _FEW)
+    if not is_blocked or (not is_wanted and pages.blocked_share <= _BLOCKED):
+        return _not_the_memory(rows, pages, page_size=page_size, max_length=max_length)
     if gain < _WORTH_IT:
         return Verdict(
             kind="capacity",
@@ -90,23 +91,35 @@ def _thrash(pages: Simulation) -> str:
     )
 
 
-def _not_the_memory(pages: Simulation) -> Verdict:
-    peak = pages.peak_used_percent
+def _not_the_memory(
+    rows: Simulation | None, pages: Simulation, *, page_size: int, max_length: int
+) -> Verdict:
+    begin, waits = "Memory is", "no request waits for it, even with full-length rows"
+    if rows is None or rows.blocked_share > _BLOCKED:
+        begin = "With pages, memory is"
+    if rows is None:
+        waits = (
+            f"none waits with pages of {page_size}, although not one row of {max_length:,} tokens "
+            "fits"
+        )
+    elif rows.blocked_share > _BLOCKED:
+        waits = (
+            f"with full-length rows one waits for it in {100 * rows.blocked_share:.0f} % of the "
+            f"steps, with pages of {page_size} hardly ever"
+        )
     if pages.mean_running < _FEW:
         return Verdict(
             kind="concurrency",
             sentence=(
-                f"Memory is not the limit: {pages.mean_running:.1f} requests run at once and none "
-                f"waits for memory, even with full-length rows. Look at the model: a step reads "
-                "all of its weights for few tokens."
+                f"{begin} not the limit: {pages.mean_running:.1f} requests run at once, and "
+                f"{waits}. Look at the model: a step reads all of its weights for few tokens."
             ),
         )
     return Verdict(
         kind="far from full",
         sentence=(
-            f"Memory is not the limit: no request waits for it, even with full-length rows, and "
-            f"at most {peak:.0f} % of it ever holds tokens. Look at the model, or serve more "
-            "requests at once."
+            f"{begin} not the limit: {waits}, and at most {pages.peak_used_percent:.0f} % of it "
+            "ever holds tokens. Look at the model, or serve more requests at once."
         ),
     )
 
