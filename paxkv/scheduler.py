@@ -8,7 +8,7 @@ import bisect
 import collections
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from paxkv.prefix_index import Hit, PrefixIndex, common_length
 from paxkv.request_state import Request
@@ -279,9 +279,11 @@ class Scheduler:
     def _fits(self, request: Request, hit: Hit) -> bool:
         running = self.running.values()
         promised = sum(self._pages_at_most(r, r.num_tokens) + 1 - len(r.path) for r in running)
-        promised -= self._num_repeated(running)
-        is_repeated = request.family is not None and any(
-            r.prompt_pages is request.prompt_pages for r in running
+        promised -= self._num_promised_together(running)
+        is_repeated = (
+            self.window is None
+            and request.family is not None
+            and any(r.prompt_pages is request.prompt_pages for r in running)
         )
         num_shared = self._prompt_pages(request) if is_repeated else len(hit.nodes)
         wanted = self._pages_at_most(request, request.num_tokens) + 1 - num_shared
@@ -306,7 +308,14 @@ class Scheduler:
         own = sum(
             self._pages_at_most(r, min(end, r.max_num_tokens - 1)) - len(r.path) for r, end in ends
         )
-        return own - self._num_repeated(running)
+        return own - self._num_promised_together(running)
+
+    def _num_promised_together(self, running: Collection[Request]) -> int:
+        """What `_pages_at_most` counts again of pages that samples hold together.
+
+        With a window nothing: it counts a window of each, and not the prompt that they share.
+        """
+        return self._num_repeated(running) if self.window is None else 0
 
     def _num_repeated(self, requests: Iterable[Request]) -> int:
         """Pages outside of the index that are counted again: samples hold their prompt's together.

@@ -230,6 +230,19 @@ def test_requests_that_share_much_wait_for_the_first_to_store_it():
         assert len(scheduler.admit()) == 2
 
 
+def test_samples_with_a_window_are_promised_a_window_each():
+    # A window of 6 and 16 tokens of a prompt are 7 pages at most, of 11: never two at a time. That
+    # the samples share a prompt of 20 pages, of which they keep 2, gives nobody any room.
+    scheduler = make_scheduler(
+        *[80] * 5, num_slots=8, num_pages=11, max_prefill_tokens=16, shares_prefixes=False,
+        window=6,
+    )  # fmt: skip
+    for request in scheduler.waiting[:4]:
+        request.family = 7
+    assert [r.id for r in scheduler.admit().values()] == [0]
+    assert scheduler.admit() == {} and not scheduler.is_short
+
+
 @dataclasses.dataclass
 class Clock:
     """Serves requests token by token as the engine does, with the pool as a number."""
