@@ -12,7 +12,6 @@ import argparse
 import itertools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +23,14 @@ import paxkv.runner
 from benchmarks import contiguous_engine
 from benchmarks.bars import Bar, tell_bars
 from benchmarks.checkpoints import SMOLLM2_135M, TINY
-from benchmarks.common import CpuWatch, describe_run, spread, tell, tell_if_disturbed
+from benchmarks.common import (
+    CpuWatch,
+    describe_run,
+    parse_sizes,
+    spread,
+    tell_if_disturbed,
+    tell_results,
+)
 from benchmarks.contiguous_engine import ContiguousEngine
 from benchmarks.device_time import watch_programs
 from benchmarks.servers import Steps, queue
@@ -158,9 +164,7 @@ def main() -> None:
     console.print(table_of(results))
     bars = tell_bars([bar for result in results for bar in bars_of(result)], console)
     tell_if_disturbed(max(result["others_share"] for result in results))
-    settings = {k: v for k, v in vars(options).items() if k != "json"}
-    record = {"benchmark": "paging", "run": run, "settings": settings}
-    tell(record | {"results": results, "bars": bars}, options.json)
+    tell_results("paging", run, options, results=results, bars=bars)
 
 
 def parse_options() -> argparse.Namespace:
@@ -173,12 +177,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[16])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--burst", type=int, default=16, help="decode steps in one timed call")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few short sequences")
-    parser.add_argument("--json", type=Path, help="a file for the record that is also printed last")
-    options = parser.parse_args()
-    if options.tiny:
-        vars(options).update(_TINY_SIZES)
-    return options
+    return parse_sizes(parser, _TINY_SIZES)
 
 
 if __name__ == "__main__":

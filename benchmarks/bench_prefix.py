@@ -11,7 +11,6 @@ shape, random weights.
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +20,14 @@ from rich.table import Table
 
 from benchmarks.bars import Bar, tell_bars
 from benchmarks.checkpoints import SMOLLM2_135M, TINY
-from benchmarks.common import CpuWatch, describe_run, spread, tell, tell_if_disturbed
+from benchmarks.common import (
+    CpuWatch,
+    describe_run,
+    parse_sizes,
+    spread,
+    tell_if_disturbed,
+    tell_results,
+)
 from benchmarks.servers import queue, run
 from benchmarks.serving_load import Asked, draw_prompts
 from paxkv.config import pages_of
@@ -155,9 +161,7 @@ def main() -> None:
     console, about = Console(), describe_run()
     results = [run_dtype(dtype, options, console) for dtype in options.dtypes]
     tell_if_disturbed(max(result["others_share"] for result in results))
-    settings = {k: v for k, v in vars(options).items() if k != "json"}
-    record = {"benchmark": "prefix", "run": about, "settings": settings, "results": results}
-    tell(record, options.json)
+    tell_results("prefix", about, options, results=results)
 
 
 def parse_options() -> argparse.Namespace:
@@ -171,12 +175,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=16, help="output of each request")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few short requests")
-    parser.add_argument("--json", type=Path, help="a file for the record that is also printed last")
-    options = parser.parse_args()
-    if options.tiny:
-        vars(options).update(_TINY_SIZES)
-    return options
+    return parse_sizes(parser, _TINY_SIZES)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,15 @@ from rich.table import Table
 
 from benchmarks.bars import Bar, tell_bars
 from benchmarks.checkpoints import SMOLLM2_135M, TINY, Checkpoint, write_checkpoint
-from benchmarks.common import CpuWatch, describe_run, num_cpus, spread, tell, tell_if_disturbed
+from benchmarks.common import (
+    CpuWatch,
+    describe_run,
+    num_cpus,
+    parse_sizes,
+    spread,
+    tell_if_disturbed,
+    tell_results,
+)
 from benchmarks.peer_process import PEER_PYTHONS, named_peers, run_peer
 from benchmarks.servers import contiguous_server, paxkv_server, serve
 from benchmarks.serving_load import Asked, draw_requests
@@ -200,9 +208,7 @@ def main() -> None:
     console, run = Console(), describe_run()
     results = [run_dtype(dtype, options, console) for dtype in options.dtypes]
     tell_if_disturbed(max(row["others_share"] for its in results for row in its["rows"]))
-    settings = {k: v for k, v in vars(options).items() if k != "json"}
-    record = {"benchmark": "serving", "run": run, "settings": settings, "results": results}
-    tell(record, options.json)
+    tell_results("serving", run, options, results=results)
 
 
 def parse_options() -> argparse.Namespace:
@@ -222,11 +228,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--burst", type=int, default=16, help="steps between two looks of the host")
     parser.add_argument("--transformers-batch", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few short requests")
-    parser.add_argument("--json", type=Path, help="a file for the record that is also printed last")
-    options = parser.parse_args()
-    if options.tiny:
-        vars(options).update(_TINY_SIZES)
+    options = parse_sizes(parser, _TINY_SIZES)
     for name in set(options.peers) - set(named_peers()):
         parser.error(f"{name} needs {PEER_PYTHONS[name]} to name an interpreter that has it")
     return options

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checkpoints import TINY
-from benchmarks.common import describe_run, spread, tell
+from benchmarks.common import describe_run, parse_sizes, spread, tell_results
 from benchmarks.serving_load import draw_prompts
 from paxkv import LLM
 from paxkv.cache import PagedCache
@@ -145,10 +145,11 @@ def main() -> None:
     console.print(table_of(results))
     for trace, (narrow, wide) in _PAPER.items():
         console.print(f"The paper, {trace}: {narrow:.1%} (width 2) to {wide:.1%} (width 6).")
-    settings = {k: v for k, v in vars(options).items() if k != "json"}
-    settings["prompt_tokens"] = spread([len(prompt) for prompt in prompts])._asdict()
-    record = {"benchmark": "sharing", "run": describe_run(), "settings": settings}
-    tell(record | {"results": results, "paper": _PAPER}, options.json)
+    prompt_tokens = spread([len(prompt) for prompt in prompts])._asdict()
+    tell_results(
+        "sharing", describe_run(), options, results=results, prompt_tokens=prompt_tokens,
+        paper=_PAPER,
+    )  # fmt: skip
 
 
 def parse_options() -> argparse.Namespace:
@@ -160,12 +161,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--slots", type=int, default=24, help="beams that run side by side")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and three prompts")
-    parser.add_argument("--json", type=Path, help="a file for the record that is also printed last")
-    options = parser.parse_args()
-    if options.tiny:
-        vars(options).update(_TINY_SIZES)
-    return options
+    return parse_sizes(parser, _TINY_SIZES)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the benchmarks share: the machine they ran on, its memory bandwidth, and their last line."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -91,6 +92,25 @@ def tell_if_disturbed(others_share: float) -> None:
     """Warns where others took so much of the CPUs that figures mean little."""
     if others_share > _QUIET_SHARE:
         print(f"Others took up to {others_share:.0%} of the CPUs: measure again when it is quiet.")
+
+
+def parse_sizes(parser: argparse.ArgumentParser, tiny: dict[str, Any]) -> argparse.Namespace:
+    """Parses the command line; `--tiny` has the sizes in `tiny` in place of all others."""
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and little to do")
+    parser.add_argument("--json", type=Path, help="a file for the record that is also printed last")
+    options = parser.parse_args()
+    if options.tiny:
+        vars(options).update(tiny)
+    return options
+
+
+def tell_results(
+    benchmark: str, run: dict[str, Any], options: argparse.Namespace, **results: Any
+) -> None:
+    """Tells the record of a benchmark: what ran where, with which options, and what came of it."""
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    record = {"benchmark": benchmark, "run": run, "settings": settings}
+    tell(record | results, options.json)
 
 
 def tell(record: dict[str, Any], path: Path | None) -> None:

@@ -122,6 +122,6 @@ def _is_readable(kind: gguf.GGMLQuantizationType) -> bool:
     _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     try:
         gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
-    except NotImplementedError:
+    except NotImplementedError:  # how gguf says that it cannot read a kind of quantisation
         return False
     return True
