@@ -25,7 +25,7 @@ from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_
 # Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
 # waste the last one.
 _DECODE_TILE_TOKENS = 256  # keys of one slot that are gathered together
-_DECODE_TILES = 32  # tiles a turn at most, and no more than one for each slot
+_DECODE_TILES = 32  # tiles a turn at most, and no more than one for each row
 _PREFILL_TILE_QUERIES = 128
 _PREFILL_TILE_TOKENS = 512
 
@@ -107,7 +107,7 @@ def _decode(
     tile_pages = min(max(1, _DECODE_TILE_TOKENS // page_size), max_pages)
     tile_tokens = tile_pages * page_size
     most_tiles = num_slots * -(-max_pages // tile_pages)
-    turn = min(_DECODE_TILES, num_slots, most_tiles)
+    turn = min(_DECODE_TILES, queries.shape[0], most_tiles)
 
     row_of_slot = jnp.minimum(cu_q_lens[:-1], queries.shape[0] - 1)
     has_query = (cu_q_lens[1:] > cu_q_lens[:-1]) & (kv_lens > 0)

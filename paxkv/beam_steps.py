@@ -163,7 +163,7 @@ def beam_step(
     """
     num_prompts, width = beams.scores.shape
     newest = beams.tokens[beams.num_steps].ravel()
-    cache, fits, logits = store_newest(
+    cache, fits, logits, _ = store_newest(
         decoder, cache, _slots_of(beams.is_running, width, cache), lambda rows: newest[rows.slots]
     )
     logits = logits[: num_prompts * width].astype(jnp.float32)

@@ -16,7 +16,8 @@ A processor is three pure functions, like an optax transformation. One of your o
         return LogitsProcessor(init, apply, update)
 
 `chain(default_processors(), forbid_repeats())` then does both. A processor that keeps nothing is
-`stateless(apply)`. What it does to one row must not depend on the others.
+`stateless(apply)`. What it does to one row must not depend on the others: `apply` is given those of
+the slots that are sampled for, where they are few.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class LogitsProcessor(NamedTuple):
     """`num_slots` to the state of fresh requests: a pytree whose arrays start with axis B."""
 
     apply: Callable[[Any, jax.Array, SlotView], jax.Array]
-    """State, logits `[B, V]` and slots to logits of the same shape and dtype."""
+    """State, logits `[R, V]` and slots, of R rows too, to logits of the same shape and dtype."""
 
     update: Callable[[Any, jax.Array, jax.Array, SlotView], Any]
     """State, chosen `i32[B]`, `bool[B]` whether a row is live, and slots before it, to state."""

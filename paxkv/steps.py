@@ -33,9 +33,10 @@ from paxkv.cache_view import CacheView
 from paxkv.decoder import Decoder
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.memory_series import MemorySeries, init_series, note_step
+from paxkv.next_tokens import sample_next
 from paxkv.pallas_kernels.ragged import Ragged
-from paxkv.sampling import log_probabilities, sample
-from paxkv.slots import DEFAULT_PROCESSOR, Finish, News, Requests, Slots, admit, view_of
+from paxkv.sampling import log_probabilities
+from paxkv.slots import DEFAULT_PROCESSOR, Finish, News, Requests, Slots, admit
 from paxkv.swap import swap_in, swap_out
 
 _LOGPROB_ROWS = 64  # rows of prompt logits `[rows, V]` that exist at once
@@ -275,7 +276,7 @@ def store_newest(
     tokens_at: Callable[[Ragged], jax.Array],
     *,
     num_rows: int | None = None,
-) -> tuple[PagedCache, jax.Array, jax.Array]:
+) -> tuple[PagedCache, jax.Array, jax.Array, jax.Array]:
     """Stores one token of each slot in `is_stored` (`bool[B]`); all of them or, if short, none.
 
     Args:
@@ -286,17 +287,23 @@ def store_newest(
         num_rows: T, at least the number of these slots; `B` when None.
 
     Returns:
-        The new cache, whether it fitted, and the next token's logits, `f32[B, V]`: of use in the
-        rows of `is_stored`, and if it fitted.
+        The new cache, whether it fitted, the next token's logits, `f32[R, V]`, and whose they are,
+        `i32[R]`: the slots in order where R is `B`, and only those in `is_stored` where `num_rows`
+        are fewer, then `B` for rows of padding. Logits are of use in the rows of `is_stored`, and
+        if it fitted.
     """
+    num_slots = is_stored.shape[0]
+    num_rows = num_slots if num_rows is None else num_rows
     cache, fits, hidden, view = store(
-        decoder, cache, is_stored.astype(jnp.int32), tokens_at,
-        num_rows=num_rows or is_stored.shape[0], max_q_len=1,
-    )  # fmt: skip
+        decoder, cache, is_stored.astype(jnp.int32), tokens_at, num_rows=num_rows, max_q_len=1
+    )
+    if num_rows < num_slots:
+        rows = view.rows(num_rows)
+        row_slots = jnp.where(rows.is_token, rows.slots, num_slots)
+        return cache, fits, decoder.logits(hidden), row_slots
     last_rows = jnp.maximum(view.cu_q_lens[1:] - 1, 0)
-    if hidden.shape[0] < last_rows.shape[0]:  # the vocabulary is large: no row twice
-        return cache, fits, decoder.logits(hidden)[last_rows]
-    return cache, fits, decoder.logits(hidden[last_rows])
+    row_slots = jnp.arange(num_slots, dtype=jnp.int32)
+    return cache, fits, decoder.logits(hidden[last_rows]), row_slots
 
 
 def _store_and_sample(
@@ -310,10 +317,10 @@ def _store_and_sample(
     is_decoding = _is_decoding(cache, slots)
     if num_rows is not None:
         is_decoding &= jnp.cumsum(is_decoding, dtype=jnp.int32) <= num_rows
-    cache, fits, logits = store_newest(
+    cache, fits, logits, row_slots = store_newest(
         decoder, cache, is_decoding, partial(_tokens_at, slots.requests), num_rows=num_rows
     )
-    slots, has_ended = _sample_next(slots, logits, is_decoding & fits, processor)
+    slots, has_ended = sample_next(slots, logits, row_slots, is_decoding & fits, processor)
     return cache, slots, has_ended, fits
 
 
@@ -352,73 +359,6 @@ def _view(
         groups=tuple(decoder.layer_groups),
         max_q_len=max_q_len,
     )
-
-
-def _sample_next(
-    slots: Slots, logits: jax.Array, is_sampled: jax.Array, processor: LogitsProcessor
-) -> tuple[Slots, jax.Array]:
-    """Samples a token for the slots in `is_sampled` from `[B, V]`; also which of them end."""
-    requests, seen = slots.requests, view_of(slots)
-    processed = processor.apply(slots.processor_state, logits, seen)
-    # Rows that are not sampled are greedy, which costs nothing.
-    temperature = jnp.where(is_sampled, requests.sampling.temperature, 0.0)
-    sampling = dataclasses.replace(requests.sampling, temperature=temperature)
-    tokens, ok = sample(processed, sampling, requests.num_tokens - requests.prompt_lens)
-
-    takes = is_sampled & ok
-    is_stop = jnp.any(tokens[:, None] == requests.settings.stop_ids, axis=1)
-    num_tokens = requests.num_tokens + takes.astype(jnp.int32)
-    is_full = num_tokens >= requests.max_num_tokens
-    finish = jnp.select(
-        [is_sampled & ~ok, takes & is_stop, takes & is_full],
-        [jnp.int32(Finish.ERROR), jnp.int32(Finish.STOP), jnp.int32(Finish.LENGTH)],
-        jnp.int32(Finish.NOT),
-    )
-    slots = dataclasses.replace(
-        slots,
-        requests=dataclasses.replace(
-            requests,
-            tokens=_put(requests.tokens, takes, requests.num_tokens, tokens),
-            num_tokens=num_tokens,
-        ),
-        processor_state=processor.update(slots.processor_state, tokens, takes, seen),
-        news=_add_news(slots.news, logits, tokens, takes, finish, requests.wants_logprobs),
-    )
-    return slots, finish != Finish.NOT
-
-
-def _add_news(
-    news: News,
-    logits: jax.Array,
-    tokens: jax.Array,
-    takes: jax.Array,
-    finish: jax.Array,
-    wants_logprobs: jax.Array,
-) -> News:
-    wants = takes & wants_logprobs
-
-    def with_logprobs() -> News:
-        chosen, top_ids, top = log_probabilities(logits, tokens, news.top_ids.shape[2])
-        return dataclasses.replace(
-            news,
-            logprobs=_put(news.logprobs, wants, news.counts, chosen),
-            top_ids=_put(news.top_ids, wants, news.counts, top_ids),
-            top_logprobs=_put(news.top_logprobs, wants, news.counts, top),
-        )
-
-    return dataclasses.replace(
-        lax.cond(jnp.any(wants), with_logprobs, lambda: news),
-        tokens=_put(news.tokens, takes, news.counts, tokens),
-        counts=news.counts + takes.astype(jnp.int32),
-        finish=jnp.where(finish != Finish.NOT, finish, news.finish),
-    )
-
-
-def _put(whole: jax.Array, is_put: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """Writes `[B, ...]` at `columns` (`i32[B]`) of `[B, C, ...]` in the rows of `is_put`."""
-    rows = jnp.arange(is_put.shape[0], dtype=jnp.int32)
-    columns = jnp.where(is_put, columns, whole.shape[1])  # past the end: dropped
-    return whole.at[rows, columns].set(values, mode="drop", unique_indices=True)
 
 
 def _prompt_logprobs(

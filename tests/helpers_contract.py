@@ -39,7 +39,11 @@ KERNEL_CASES = [
         if case.page_size >= 8 and name not in COVERED_CASES
     ),
     # The lengths that other engines are tested on, once.
-    *((kernel, "decode_list_soft_cap_sinks", "bfloat16") for kernel in KERNELS),
+    *(
+        (kernel, f"{kind}_list_soft_cap_sinks", "bfloat16")
+        for kernel in KERNELS
+        for kind in ("decode", "mixed")
+    ),
     # What is written at once on TPU is 8 rows of float32 and 16 of bfloat16.
     *(
         ("tpu", name, "float32")

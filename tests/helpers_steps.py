@@ -73,11 +73,12 @@ def decode(
     num_steps: int = MAX_BURST,
     *,
     until_finish: bool = False,
+    num_rows: int | None = None,
     processor: LogitsProcessor = DEFAULT_PROCESSOR,
 ) -> tuple[PagedCache, Slots, Burst]:
     return decode_loop_jit(
         decoder, cache, slots, np.int32(num_steps), until_finish=np.bool_(until_finish),
-        processor=processor,
+        num_rows=num_rows, processor=processor,
     )  # fmt: skip
 
 

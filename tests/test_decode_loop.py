@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from helpers import VOCAB, StubDecoder, random_prompts
 from helpers_steps import (
@@ -193,3 +194,31 @@ def test_processor_of_ones_own_keeps_its_state_inside_the_loop():
     )
     assert tokens_of(burst) == [[5], [5, 9, 5, 9], [5, 9, 5, 9, 5]]
     np.testing.assert_array_equal(slots.processor_state[1], [5, 9, 5])
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_step_on_the_rows_that_live_is_as_a_step_on_all(idle):
+    """Sampled, penalised and by a processor with a state; two rows for two of three slots."""
+    table = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+    processor = chain(default_processors(), forbid_repeats())
+    prompts = [[] if slot == idle else [slot + 1] for slot in range(3)]
+    slots = make_slots(
+        prompts, max_tokens=[6, 4, 8], processor=processor,
+        sampling=same_sampling(3, jax.random.key(1), temperature=2.0, top_p=0.9),
+    )  # fmt: skip
+    settings = slots.requests.settings
+    settings = dataclasses.replace(settings, presence_penalty=jnp.array([0.5, 1.0, -1.0]))
+    slots = dataclasses.replace(
+        slots, requests=dataclasses.replace(slots.requests, settings=settings)
+    )
+
+    def found(num_rows: int | None):
+        own = jax.tree.map(jnp.copy, slots)
+        state = generate(StubDecoder(table), own, processor=processor, num_rows=num_rows)
+        return jax.device_get(state[1:])
+
+    on_all, on_few = found(None), found(2)
+    assert [len(tokens) for tokens in tokens_of(on_all[1])] == [
+        0 if slot == idle else count for slot, count in enumerate([6, 4, 8])
+    ]
+    jax.tree.map(np.testing.assert_array_equal, on_few, on_all)
