@@ -6,11 +6,14 @@ multiprocessors that even short sequences fill rings more than once and are spli
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from paxkv.pallas_kernels import PagedAttention, layout, paged_attention, tpu_decode, tpu_mixed
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
@@ -90,6 +93,26 @@ INTERPRETED = {
     "hopper": interpreted(paged_attention_hopper, num_multiprocessors=3),
     "ampere": interpreted(paged_attention_ampere),  # it takes 4 multiprocessors where interpreted
 }
+
+
+class WithoutWait:
+    """Pallas for GPUs with one wait for a barrier left out of the kernels that are traced next.
+
+    Args:
+        number: Which, in the order in which they are traced.
+        of: How many there are; a kernel may be traced more than once.
+    """
+
+    def __init__(self, number: int, of: int) -> None:
+        self._left_out = number
+        self._numbers = itertools.cycle(range(of))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(plgpu, name)
+
+    def barrier_wait(self, barrier: Any) -> None:
+        if next(self._numbers) != self._left_out:
+            plgpu.barrier_wait(barrier)
 
 
 def attend(implementation: str, inputs: Inputs, **changes) -> PagedAttention:

@@ -4,12 +4,15 @@
 real ones to the chips' compilers.
 """
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers_attention import attend
+from helpers_attention import WithoutWait, attend, attend_interpreted, interpreted
+from paxkv.pallas_kernels import gpu_ampere_steps
 from paxkv.pallas_kernels.attention_cases import Case
 from paxkv.pallas_kernels.attention_inputs import random_inputs
+from paxkv.pallas_kernels.gpu_ampere import paged_attention_ampere
 from paxkv.pallas_kernels.testing import assert_right
 
 LONG = {
@@ -30,3 +33,11 @@ def test_long_case_matches_dense_attention(name):
     inputs = random_inputs(LONG[name], jnp.bfloat16)
     max_q_len = 1 if inputs.case.is_decode else None
     assert_right(inputs, attend("ampere", inputs, max_q_len=max_q_len))
+
+
+def test_copy_that_nobody_waits_for_is_a_race(monkeypatch):
+    monkeypatch.setattr(gpu_ampere_steps, "plgpu", WithoutWait(0, of=1))
+    call = interpreted(paged_attention_ampere)
+    inputs = random_inputs(Case(lengths=((1, 130), (1, 40))), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        jax.block_until_ready(attend_interpreted(call, inputs, max_q_len=1))
