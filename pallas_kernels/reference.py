@@ -26,8 +26,8 @@ from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_
 # waste the last one.
 _DECODE_TILE_TOKENS = 256  # keys of one slot that are gathered together
 _DECODE_TILES = 32  # tiles a turn at most, and no more than one for each row
-_PREFILL_TILE_QUERIES = 128
-_PREFILL_TILE_TOKENS = 512
+_PREFILL_TILE_QUERIES = 64
+_PREFILL_TILE_TOKENS = 128
 
 
 def paged_attention_reference(
