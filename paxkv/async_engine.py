@@ -72,8 +72,8 @@ class AsyncEngine:
     async def _follow(self, request: Request) -> AsyncGenerator[None]:
         """Adds a request; yields whenever there is news of it, for the last time at its end."""
         news = asyncio.Event()
+        await self._add(request)
         try:
-            await asyncio.to_thread(self.engine.add, request)
             for part in (request, *request.samples):
                 self._has_news[part.id] = news
             while request.finish_reason is None:
@@ -87,8 +87,22 @@ class AsyncEngine:
         finally:
             for part in (request, *request.samples):
                 self._has_news.pop(part.id, None)
-            if request.id >= 0 and request.finish_reason is None:
+            if request.finish_reason is None:
                 await asyncio.shield(asyncio.to_thread(self.engine.abort, request.id))
+
+    async def _add(self, request: Request) -> None:
+        adding = asyncio.create_task(asyncio.to_thread(self.engine.add, request))
+        try:
+            await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._drop(adding, request))
+            raise
+
+    async def _drop(self, adding: asyncio.Task[int], request: Request) -> None:
+        """Aborts what is still being added: the thread that does it cannot be cancelled."""
+        await asyncio.wait([adding])
+        if adding.exception() is None:
+            await asyncio.to_thread(self.engine.abort, request.id)
 
     def _drive(self) -> None:
         if self._driver is None or self._driver.done():

@@ -63,7 +63,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 try:
                     yield f"{path}:{number}", json.loads(line)
-                except ValueError as error:  # not JSON, or not UTF-8
+                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                     raise ValueError(f"{path}:{number} is not JSON: {error}") from error
 
 
@@ -71,7 +71,7 @@ def _request(line: Any, where: str) -> BatchRequest:
     if not isinstance(line, dict):
         raise ValueError(f"{where} holds {line!r:.60}; a request is an object with a custom_id")
     custom_id, method, url, body = (line.get(x) for x in ("custom_id", "method", "url", "body"))
-    if not isinstance(custom_id, str) or not custom_id:
+    if not isinstance(custom_id, str) or not _is_unicode(custom_id):
         raise ValueError(f"{where}: custom_id is {custom_id!r:.60}; it must be text of its own")
     if method != "POST":
         raise ValueError(f"{where}: method is {method!r:.60}; only 'POST' is served")
@@ -79,6 +79,11 @@ def _request(line: Any, where: str) -> BatchRequest:
         raise ValueError(f"{where}: url must be text and body an object, found {url!r:.60} and "
                          f"{body!r:.60}")  # fmt: skip
     return BatchRequest(custom_id, url, body)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it is some text, and can be written: JSON may escape half a character."""
+    return text.encode(errors="ignore").decode() == text != ""
 
 
 class Results:
@@ -131,8 +136,10 @@ def _read_results(path: Path) -> tuple[set[str], int]:
                 break  # the machine stopped in the middle of it
             try:
                 result = json.loads(line)
-                ids.add(result["custom_id"] if result["response"] else None)
-            except (ValueError, TypeError, KeyError):
+                if not isinstance(result["custom_id"], str) or not result["response"]:
+                    raise ValueError
+                ids.add(result["custom_id"])
+            except (ValueError, TypeError, KeyError, RecursionError):
                 raise ValueError(
                     f"{path}:{number} is no result of a batch: name another file with --output"
                 ) from None
@@ -154,7 +161,7 @@ def run_batch(
     Raises:
         ValueError: The file has results of other requests.
     """
-    waiting = _missing(requests, results)
+    waiting = missing(requests, results)
     asked: list[tuple[BatchRequest, Asked]] = []
     for request in waiting:
         try:
@@ -168,7 +175,12 @@ def run_batch(
             yield _write(llm, asked[index][0], outcome, results, model)
 
 
-def _missing(requests: list[BatchRequest], results: Results) -> list[BatchRequest]:
+def missing(requests: list[BatchRequest], results: Results) -> list[BatchRequest]:
+    """The requests that have no result yet.
+
+    Raises:
+        ValueError: The file has results of other requests.
+    """
     if strange := results.done - {request.custom_id for request in requests}:
         raise ValueError(
             f"the file of results has {len(strange)} results of other requests, such as "

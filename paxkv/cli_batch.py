@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
-from paxkv.batch import Results, read_requests, run_batch
+from paxkv.batch import Results, missing, read_requests, run_batch
 from paxkv.cli_common import (
     BUNDLED,
     Dtype,
@@ -68,12 +68,12 @@ def batch(
             all_served = True
             if before := len(results.done):
                 notes.print(f"{before} results stand in {output} already")
-            if before < len(requests):
+            if left := missing(requests, results):
                 with opened_trace(memory_trace, model) as trace:
                     all_served = _serve(
                         requests, results, model=model, dtype=dtype, kv_memory=kv_memory,
                         memory_share=memory_share, page_size=page_size, max_length=max_length,
-                        max_slots=min(max_slots, len(requests) - before), memory_trace=trace,
+                        max_slots=min(max_slots, len(left)), memory_trace=trace,
                     )  # fmt: skip
     notes.print(f"{len(requests)} results in {output}")
     if not all_served:

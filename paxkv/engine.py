@@ -239,6 +239,8 @@ class Engine:
         self.prepare(request)
         parts, num_waiting = request.parts, len(self._scheduler.waiting)
         if self._max_waiting is not None and num_waiting + len(parts) > self._max_waiting:
+            request.id = -1  # it may be added again
+            request.samples.clear()
             raise QueueFull(
                 f"{num_waiting} requests wait and {self._max_waiting} may, so there is no room for "
                 f"{len(parts)} more: try again later, or raise max_waiting"
@@ -255,6 +257,7 @@ class Engine:
         """
         if request.id >= 0:
             raise ValueError(f"the request was added before, as {request.id}: make a new one")
+        whole_numbers(priority=request.priority)
         stops = (*request.params.stop_token_ids, *request.stop_token_ids)
         request.stop_token_ids = tuple(dict.fromkeys(stops))
         self._limits.check(request)
@@ -389,14 +392,16 @@ class Engine:
             )
         index = self._scheduler.index
         full = list(tokens[: len(tokens) - len(tokens) % self.page_size])
-        if full:
-            request = Request(prompt=[*full, full[-1]], params=_WARMING, prefix_key=prefix_key)
-            for _ in self.stream(self.add(request)):
-                pass
-        if pin:
-            return index.pin(tokens, prefix_key)
-        return len(index.lookup([*full, 0], prefix_key).nodes) * self.page_size
+        with self.lock:  # until it is pinned: other threads' requests could take its pages
+            if full:
+                request = Request(prompt=[*full, full[-1]], params=_WARMING, prefix_key=prefix_key)
+                for _ in self.stream(self.add(request)):
+                    pass
+            if pin:
+                return index.pin(tokens, prefix_key)
+            return len(index.lookup([*full, 0], prefix_key).nodes) * self.page_size
 
+    @alone
     def unpin(self, tokens: Sequence[int], *, prefix_key: PrefixKey = NO_KEY) -> None:
         """Lets a prefix that was pinned go when its pages are needed.
 
@@ -459,7 +464,8 @@ class Engine:
         self._runner.decoder = jax.device_put(decoder)  # once, not at every step
 
     def _refuse_while_begun(self, on_what: str) -> None:
-        waiting = [request for request in self._scheduler.waiting if request.output]
+        # One without output may have a part of its prompt in a copy on the host.
+        waiting = [r for r in self._scheduler.waiting if r.output or r.num_sent_back]
         if begun := len(self._scheduler.running) + len(waiting):
             raise RuntimeError(
                 f"{begun} requests are running on {on_what}: finish or abort them first"

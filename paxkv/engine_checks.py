@@ -1,6 +1,7 @@
 """What an engine refuses before anything is changed."""
 
 import dataclasses
+import numbers
 import operator
 
 import jax
@@ -42,6 +43,10 @@ class Limits:
             )
 
     def _check_prompt(self, prompt: list[int]) -> None:
+        if not isinstance(prompt, list):
+            raise ValueError(f"the prompt must be a list of token ids, found {prompt!r:.60}")
+        if strange := [token for token in prompt if not isinstance(token, numbers.Integral)]:
+            raise ValueError(f"the prompt holds {strange[0]!r:.60}, which is no token id")
         if not prompt:
             raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")
         if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:

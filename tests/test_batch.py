@@ -131,8 +131,10 @@ def test_chat_request_goes_through_the_template(tiny_chat_model, tmp_path):
     [
         ("", "holds no request"),
         ("{", ":1 is not JSON"),
+        ("[" * 100_000, ":1 is not JSON"),
         ("\n[1]\n", ":2 holds [1]"),
         ('{"custom_id": ""}', "custom_id is ''"),
+        (r'{"custom_id": "\ud800"}', r"custom_id is '\ud800'"),
         (json.dumps(line("a") | {"method": "GET"}), "method is 'GET'"),
         (json.dumps(line("a") | {"body": 1}), "body an object"),
         ((json.dumps(line("a")) + "\n") * 2, ":2: custom_id 'a' was there before"),
@@ -156,7 +158,18 @@ def test_unfinished_line_is_cut_and_served_again(llm, tmp_path):
         assert serve(llm, path, *lines).keys() == whole.keys()
 
 
-@pytest.mark.parametrize("text", ["my notes", '{"custom_id": "a"}\n', "[]\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "my notes",
+        '{"custom_id": "a"}\n',
+        '{"custom_id": "a", "response": null}\n',
+        '{"custom_id": 1, "response": {"status_code": 200}}\n',
+        "[]\n",
+        "[" * 100_000 + "\n",
+    ],
+    ids=range(6),
+)
 def test_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_text(text)
@@ -170,6 +183,14 @@ def test_results_of_other_requests_are_refused(llm, tmp_path):
     serve(llm, path, line("a", prompt="a", **GREEDY))
     with pytest.raises(ValueError, match="1 results of other requests, such as 'a'"):
         serve(llm, path, line("b", prompt="b", **GREEDY))
+
+
+def test_as_many_results_of_other_requests_are_refused_too(tmp_path):
+    file, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(line("b", prompt="b")) + "\n")
+    path.write_text('{"custom_id": "a", "response": {"status_code": 200}}\n')
+    result = run("batch", file, "--output", path)
+    assert result.exit_code == 2 and "results of other requests" in result.stderr
 
 
 def test_second_process_is_refused(tmp_path):

@@ -30,6 +30,7 @@ from helpers import (
 from paxkv.models.llama import LlamaDecoder
 from paxkv.models.rope import RopeConfig
 from paxkv.request import SamplingParams
+from paxkv.request_state import Request
 
 PROMPTS = random_prompts([1, 9, 30, 5, 17, 2, 12])
 HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
@@ -186,6 +187,13 @@ def test_request_that_makes_no_sense_is_refused():
     for token in (-1, VOCAB):
         with pytest.raises(ValueError, match=f"token id {token} .* 0 to 63"):
             add(engine, [1, token], settled())
+    for prompt in ("abc", (1, 2), np.array([1, 2])):
+        with pytest.raises(ValueError, match="must be a list of token ids, found"):
+            engine.add(Request(prompt=prompt, params=settled()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"holds 1\.5, which is no token id"):
+        add(engine, [1, 1.5], settled())  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="priority='high' must be a whole number"):
+        add(engine, [1], settled(), priority="high")
     with pytest.raises(ValueError, match="17 stop tokens; a request may have 16"):
         add(engine, [1], settled(stop_token_ids=range(17)))
     with pytest.raises(ValueError, match="max_prefill_tokens=317 must be a power of two"):
@@ -343,6 +351,22 @@ def test_new_weights_are_used_once_nothing_runs_on_the_old():
     assert first.output != second.output
     with pytest.raises(ValueError, match="differ from the old ones"):
         engine.set_decoder(tiny_decoder("bfloat16"))
+
+
+def test_new_weights_wait_for_prompts_that_the_old_have_stored_in_part():
+    sizes = {"page_size": 1, "num_pages": 67, "prefix_caching": False}
+    engine = make_engine(HISTORY, preemption="swap", **sizes)
+    first = add(engine, [1, 2, 3], settled(max_tokens=24))
+    engine.step(1)
+    late = add(engine, [1] * 60, settled(max_tokens=2), priority=1)
+    while not engine.stats.num_preemptions:
+        engine.step(1)
+    assert late.swapped and not late.output
+    engine.abort(first.id)
+    with pytest.raises(RuntimeError, match="1 requests are running on the old weights"):
+        engine.set_decoder(engine.decoder)
+    run(engine)
+    engine.set_decoder(engine.decoder)
 
 
 def test_stats_count_tokens_and_the_fullest_moment():

@@ -76,8 +76,12 @@ def test_queue_that_is_full_refuses_and_changes_nothing():
         add(engine, SHORT[2], settled(n=2))
     assert set(engine._batching.live) == {request.id for request in requests}
     requests.append(add(engine, SHORT[2], settled()))
+    late = Request(prompt=SHORT[3], params=settled())
     with pytest.raises(QueueFull):
-        add(engine, SHORT[3], settled())
+        engine.add(late)
+    engine.step(1)
+    engine.add(late)  # there is room now
+    requests.append(late)
     run(engine)
     assert [r.output for r in requests] == [alone((*r.prompt,), 8) for r in requests]
     assert is_forgotten(engine)
@@ -334,6 +338,41 @@ def test_request_of_an_event_loop_ends_when_its_reader_leaves():
     for request in asyncio.run(main()):
         assert request.finish_reason == "abort"
     assert is_forgotten(engine)
+
+
+def test_request_whose_client_leaves_before_it_is_queued_is_not_served():
+    engine = make_engine(HISTORY)
+    server = AsyncEngine(engine)
+    request = Request(prompt=SHORT[0], params=settled(max_tokens=50))
+
+    async def main():
+        with engine.lock:  # as during a step
+            task = asyncio.create_task(server.serve(request))
+            await asyncio.sleep(0.1)  # a thread waits to add it
+            task.cancel()
+            await asyncio.sleep(0.1)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert is_forgotten(engine)
+
+
+def test_request_that_is_served_twice_is_refused_and_goes_on():
+    engine = make_engine(HISTORY)
+    server = AsyncEngine(engine, max_steps=1)
+    request = Request(prompt=SHORT[0], params=settled(max_tokens=20))
+
+    async def main():
+        task = asyncio.create_task(server.serve(request))
+        while not request.output:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="was added before"):
+            await server.serve(request)
+        await task
+
+    asyncio.run(main())
+    assert request.output == alone((*SHORT[0],), 20)
 
 
 def test_what_a_step_raises_reaches_who_waits_for_it(monkeypatch):

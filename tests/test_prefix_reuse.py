@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -243,6 +244,26 @@ def test_pinned_prefix_outlives_the_want_of_pages():
     serve(engine, [[*SYSTEM, 1]], settled())
     assert engine.stats.prefix_tokens_hit - hits < 20
     assert_all_pages_come_back(engine)
+
+
+def test_prefix_is_warmed_though_another_thread_serves_what_waits(monkeypatch):
+    engine = make_engine(HISTORY)
+    add_request = engine.add
+
+    def serve_all():
+        if engine.lock.acquire(blocking=False):
+            run(engine)
+            engine.lock.release()
+
+    def add_and_let_others_in(request):
+        request_id = add_request(request)
+        thread = threading.Thread(target=serve_all)
+        thread.start()
+        thread.join()
+        return request_id
+
+    monkeypatch.setattr(engine, "add", add_and_let_others_in)
+    assert engine.warm(SYSTEM, pin=True) == 20
 
 
 def test_pins_leave_room_for_the_longest_request():
