@@ -177,3 +177,16 @@ def test_call_outside_of_jit_takes_numpy_arrays():
     inputs = random_inputs(DECODE, jnp.float32)
     arguments: dict[str, Any] = {name: np.asarray(x) for name, x in inputs.arguments.items()}
     testing.assert_right(inputs, paged_attention(**arguments, max_q_len=1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
+def test_whole_numbers_of_any_dtype_are_page_ids_and_lengths(dtype):
+    """Page ids times KV heads pass 255 here, and positions are differences."""
+    inputs = random_inputs(
+        Case(lengths=((5, 100), (1, 29)), num_heads=8, num_kv_heads=8, num_pages=99), jnp.float32
+    )
+    arguments = dict(inputs.arguments)
+    arguments["block_tables"] = jnp.asarray(inputs.tables, dtype)
+    for name in ("kv_lens", "cu_q_lens"):
+        arguments[name] = arguments[name].astype(dtype)
+    testing.assert_right(inputs, paged_attention(**arguments))
