@@ -161,7 +161,8 @@ def _kernel(
         from paxkv.pallas_kernels.tpu import paged_attention_tpu as attend
     else:
         from paxkv.pallas_kernels.gpu import paged_attention_gpu as attend
-    return attend(AttentionArrays(*arrays), settings, interpret=interpret)
+    with jax.enable_x64(False):  # else numbers in kernels are int64, which divide no int32
+        return attend(AttentionArrays(*arrays), settings, interpret=interpret)
 
 
 def _kernel_or_reference(

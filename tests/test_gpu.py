@@ -109,6 +109,10 @@ class TestChoiceForThePlatform:
     def test_16_bit_takes_a_kernel(self):
         assert "mosaic_gpu" in self.exported(jnp.bfloat16)
 
+    def test_kernel_is_taken_where_numbers_have_64_bits(self):
+        with jax.enable_x64(True):
+            assert "mosaic_gpu" in self.exported(jnp.bfloat16)
+
     def test_float32_takes_the_reference(self):
         assert "mosaic_gpu" not in self.exported(jnp.float32)
 
