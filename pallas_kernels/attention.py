@@ -5,10 +5,11 @@ from typing import Literal, get_args
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings, PagedAttention
-from paxkv.pallas_kernels.attention_checks import check_arguments, whole_number
+from paxkv.pallas_kernels.attention_checks import check_arguments, real_number, whole_number
 from paxkv.pallas_kernels.layout import fill_heads, from_stored, to_stored
 from paxkv.pallas_kernels.per_platform import Function, per_platform
 from paxkv.pallas_kernels.reference import paged_attention_reference
@@ -19,6 +20,8 @@ type Implementation = Literal["reference", "tpu", "gpu"]
 KERNEL_HEAD_DIMS = (64, 80, 96, 128, 256)
 KERNEL_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 KERNEL_MAX_GROUP = 16  # query heads of a KV head
+
+_MOST_WINDOW = 2**30  # it hides nothing, and sums of it and a position fit in int32
 
 
 def paged_attention(
@@ -60,7 +63,8 @@ def paged_attention(
         value_pages: `[P, K, S, H]`.
         block_tables: `i32[B, M]`, page ids in token order. Page 0 is the null page. Ids that name
             no page are refused if the arrays are concrete; within `jit` they are never read or
-            written, and tokens there count as absent.
+            written, and tokens there count as absent. Whole numbers of any dtype serve, here and in
+            the next two, and become int32.
         kv_lens: `i32[B]`.
         cu_q_lens: `i32[B + 1]`, from 0, not falling.
         scale: What scores are multiplied by; `H ** -0.5` when None.
@@ -82,13 +86,19 @@ def paged_attention(
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
         sinks,
     )  # fmt: skip
+    scale, window = real_number("scale", scale), whole_number("window", window)
     settings = AttentionSettings(
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        window=whole_number("window", window),
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        scale=head_dim**-0.5 if scale is None else scale,
+        window=None if window is None else min(window, _MOST_WINDOW),
+        soft_cap=real_number("soft_cap", soft_cap),
         max_q_len=whole_number("max_q_len", max_q_len),
     )
     check_arguments(arrays, settings)
+    arrays = arrays._replace(  # sums of narrower or unsigned numbers would wrap
+        block_tables=jnp.asarray(block_tables, jnp.int32),
+        kv_lens=jnp.asarray(kv_lens, jnp.int32),
+        cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
+    )
     attend = _choose(implementation, arrays, interpret=interpret)
     if head_dim < stored_dim:
         arrays = arrays._replace(
@@ -151,7 +161,8 @@ def _kernel(
         from paxkv.pallas_kernels.tpu import paged_attention_tpu as attend
     else:
         from paxkv.pallas_kernels.gpu import paged_attention_gpu as attend
-    return attend(AttentionArrays(*arrays), settings, interpret=interpret)
+    with jax.enable_x64(False):  # else numbers in kernels are int64, which divide no int32
+        return attend(AttentionArrays(*arrays), settings, interpret=interpret)
 
 
 def _kernel_or_reference(

@@ -1,10 +1,13 @@
 """What `paged_attention` refuses, and why."""
 
+import math
 import operator
-from typing import SupportsIndex
+from collections.abc import Callable
+from typing import Any, SupportsFloat, SupportsIndex
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
@@ -25,11 +28,24 @@ def whole_number(name: str, number: SupportsIndex | None) -> int | None:
     Raises:
         ValueError: It is no whole number, or not known before the call runs.
     """
+    return None if number is None else _known(name, number, operator.index, "a whole number")
+
+
+def real_number(name: str, number: SupportsFloat | None) -> float | None:
+    """A setting as a `float`; None stays None.
+
+    Raises:
+        ValueError: It is no number, or not known before the call runs.
+    """
+    return None if number is None else _known(name, number, float, "a number")
+
+
+def _known[N](name: str, number: Any, convert: Callable[[Any], N], what: str) -> N:
     try:
-        return None if number is None else operator.index(number)
+        return convert(number)
     except TypeError:
         raise ValueError(
-            f"{name}={number!r} must be a whole number that is known when the call is compiled"
+            f"{name}={number!r} must be {what} that is known when the call is compiled"
         ) from None
 
 
@@ -39,7 +55,7 @@ def check_arguments(arrays: AttentionArrays, settings: AttentionSettings) -> Non
         queries, new_keys, new_values, key_pages, value_pages, block_tables, kv_lens, cu_q_lens,
         sinks,
     ) = arrays  # fmt: skip
-    _, window, soft_cap, max_q_len = settings
+    scale, window, soft_cap, max_q_len = settings
     if queries.ndim != 3:
         raise ValueError(f"queries must be [T, N, H], found shape {queries.shape}")
     num_rows, num_heads, head_dim = queries.shape
@@ -77,14 +93,19 @@ def check_arguments(arrays: AttentionArrays, settings: AttentionSettings) -> Non
         raise ValueError(
             f"cu_q_lens must be [B + 1] = [{block_tables.shape[0] + 1}], found {cu_q_lens.shape}"
         )
+    for name, x in zip(arrays._fields[5:8], (block_tables, kv_lens, cu_q_lens), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold whole numbers, found {x.dtype}: give int32")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(
             f"sinks must hold one logit per query head [{num_heads}], found {sinks.shape}"
         )
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, the query itself; None sees everything")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"{soft_cap=} must be above 0; None does not cap")
+    if not math.isfinite(scale):
+        raise ValueError(f"{scale=} must be finite; None is H ** -0.5")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"{soft_cap=} must be above 0 and finite; None does not cap")
     if max_q_len is not None and max_q_len < 1:
         raise ValueError(f"{max_q_len=} must be at least 1")
     _check_tables(block_tables, kv_lens, cu_q_lens, num_pages=key_pages.shape[0],

@@ -11,7 +11,7 @@ copy page by page.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def write_tokens(
 
     Args:
         pages: A pool array, `[P, K, S, H]`; in int16 it holds the bits of float16.
-        page_ids: `i32[T]`, 0 or more. Ids at or past `P` write nothing.
+        page_ids: `i32[T]`. Ids outside `[0, P)` write nothing.
         offsets: `i32[T]`, each in `[0, S)`. No two tokens may name one slot of one page.
         tokens: `[T, K, H]`.
         implementation: A named one works or raises. None chooses for the platform.
@@ -44,7 +44,11 @@ def write_tokens(
 
     Returns:
         The pool array, updated in place where it was donated.
+
+    Raises:
+        ValueError: Shapes do not fit, or the named implementation does not serve such a pool.
     """
+    _check_shape("tokens", tokens, (len(page_ids), pages.shape[1], pages.shape[3]))
     return _move(
         _WRITE, implementation, interpret, pages, page_ids, offsets, to_stored(tokens, pages.dtype)
     )
@@ -63,7 +67,7 @@ def copy_pages(
     Args:
         pages: A pool array, `[P, K, S, H]`.
         source: `i32[C]`, each in `[0, P)`. Read before anything is written.
-        target: `i32[C]`, 0 or more, no page named twice. Ids at or past `P` copy nothing.
+        target: `i32[C]`, no page named twice. Ids outside `[0, P)` copy nothing.
         implementation: As for `write_tokens`.
         interpret: As for `write_tokens`.
 
@@ -84,7 +88,7 @@ def take_pages(
 
     Args:
         pages: A pool array, `[P, K, S, H]`.
-        page_ids: `i32[C]`, 0 or more. Ids at or past `P` give zeros.
+        page_ids: `i32[C]`. Ids outside `[0, P)` give zeros.
         implementation: As for `write_tokens`.
         interpret: As for `write_tokens`.
 
@@ -106,32 +110,45 @@ def put_pages(
 
     Args:
         pages: A pool array, `[P, K, S, H]`.
-        page_ids: `i32[C]`, 0 or more, no page named twice. Ids at or past `P` write nothing.
+        page_ids: `i32[C]`, no page named twice. Ids outside `[0, P)` write nothing.
         contents: `[C, K, S, H]`.
         implementation: As for `write_tokens`.
         interpret: As for `write_tokens`.
 
     Returns:
         The pool array, updated in place where it was donated.
+
+    Raises:
+        ValueError: Shapes do not fit, or the named implementation does not serve such a pool.
     """
-    contents = contents.astype(pages.dtype)
+    _check_shape("contents", contents, (len(page_ids), *pages.shape[1:]))
+    contents = to_stored(contents, pages.dtype)
     return _move(_PUT, implementation, interpret, pages, page_ids, contents)
 
 
+def _check_shape(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:  # XLA would repeat what is too little
+        raise ValueError(f"{name} must be {shape} for such ids and pages, found {x.shape}")
+
+
+# How a scatter leaves out what names no page.
+_ONLY_PAGES: Any = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
+
+
 def _write_tokens(pages, page_ids, offsets, tokens):
-    return pages.at[page_ids, :, offsets].set(tokens, mode="drop", unique_indices=True)
+    return pages.at[page_ids, :, offsets].set(tokens, **_ONLY_PAGES)
 
 
 def _copy_pages(pages, source, target):
-    return pages.at[target].set(pages[source], mode="drop", unique_indices=True)
+    return pages.at[target].set(pages[source], **_ONLY_PAGES)
 
 
 def _take_pages(pages, page_ids):
-    return pages.at[page_ids].get(mode="fill", fill_value=0)
+    return pages.at[page_ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _put_pages(pages, page_ids, contents):
-    return pages.at[page_ids].set(contents, mode="drop", unique_indices=True)
+    return pages.at[page_ids].set(contents, **_ONLY_PAGES)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "interpret"))

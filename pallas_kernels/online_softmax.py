@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # The score of a key that a query does not see. It is finite, so that a tile of which a query sees
 # nothing stays free of NaN: its weights there are all exp(0), and `merge` or `normalise` drop them.
@@ -61,17 +62,27 @@ def tile_softmax(
 
     Which queries see which keys is `visible`, `bool[R, Q, t]` or `bool[R, 1, t]`.
     """
-    scores = jnp.einsum("rkqh,rkth->rkqt", queries, keys, preferred_element_type=jnp.float32)
+    scores = _product("rkqh,rkth->rkqt", queries, keys)
     scores = scores * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible[:, None], scores, MASKED)
     top = jnp.max(scores, axis=-1)
     weights = jnp.exp(scores - top[..., None])
-    weighted = jnp.einsum(
-        "rkqt,rkth->rkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
+    weighted = _product("rkqt,rkth->rkqh", weights.astype(values.dtype), values)
     return PartialSoftmax(top, jnp.sum(weights, axis=-1), weighted)
+
+
+def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """A product accumulated in float32, in which float32 is not rounded.
+
+    By default, GPUs multiply float32 as TF32 and TPUs as bfloat16. CPUs do not round.
+    """
+    is_wide = jnp.float32 in (left.dtype, right.dtype)
+    return jnp.einsum(
+        axes, left, right, preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if is_wide else None,
+    )  # fmt: skip
 
 
 def merge(left: PartialSoftmax, right: PartialSoftmax) -> PartialSoftmax:

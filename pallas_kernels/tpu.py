@@ -24,14 +24,19 @@ def paged_attention_tpu(
         result = float16_from_bits(attend(bits, settings, interpret=interpret))
     else:
         result = attend(arrays, settings, interpret=interpret)
-    # Rows that see nothing were perhaps never written: whatever lies there is not a result.
+    # Rows that see nothing were perhaps never written: whatever lies there is not a result. That of
+    # a token is its sink.
     rows = ragged_rows(arrays.queries.shape[0], arrays.cu_q_lens, arrays.kv_lens)
     first_seen = 0 if settings.window is None else rows.positions - settings.window + 1
     longest = arrays.block_tables.shape[1] * arrays.key_pages.shape[2]
+    is_token = rows.is_token[:, None]
     is_set = (rows.is_token & (first_seen < longest))[:, None]
+    unseen = -jnp.inf
+    if arrays.sinks is not None:
+        unseen = jnp.where(is_token, arrays.sinks.astype(jnp.float32), -jnp.inf)
     return result._replace(
         out=jnp.where(is_set[..., None], result.out, jnp.zeros((), result.out.dtype)),
-        log_sum_exp=jnp.where(is_set, result.log_sum_exp, -jnp.inf),
+        log_sum_exp=jnp.where(is_set, result.log_sum_exp, unseen),
     )
 
 

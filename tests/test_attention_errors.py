@@ -48,6 +48,10 @@ def integers(*numbers) -> jax.Array:
         ({"window": -1}, "window=-1 must be at least 1"),
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"soft_cap": float("nan")}, "soft_cap=nan must be above 0"),
+        ({"soft_cap": float("inf")}, "soft_cap=inf must be above 0 and finite"),
+        ({"scale": float("inf")}, "scale=inf must be finite"),
+        ({"kv_lens": jnp.array([20.0, 5.0])}, "kv_lens must hold whole numbers, found float32"),
+        ({"block_tables": zeros(2, 3)}, "block_tables must hold whole numbers, found float32"),
         ({"max_q_len": 0}, "max_q_len=0 must be at least 1"),
         ({"window": 4.0}, "window=4.0 must be a whole number"),
         ({"max_q_len": jnp.float32(1)}, "must be a whole number that is known when the call is"),
@@ -126,3 +130,9 @@ def test_ids_past_the_length_are_not_refused():
 def test_shapes_are_refused_within_jit():
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
         jax.eval_shape(paged_attention, **{**INPUTS.arguments, "queries": zeros(7, 3, 64)})
+
+
+@pytest.mark.parametrize("name", ["scale", "soft_cap", "window", "max_q_len"])
+def test_setting_that_jit_traces_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}=.* that is known when the call is compiled"):
+        jax.jit(lambda number: paged_attention(**INPUTS.arguments | {name: number}))(1)

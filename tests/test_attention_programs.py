@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.extend import core as jex_core
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from helpers_attention import SETTINGS
 from paxkv.pallas_kernels import layout, paged_attention, reference, testing
@@ -166,14 +167,31 @@ def test_pages_wider_than_heads_change_nothing(max_q_len):
         assert not jnp.nan_to_num(pages[..., DECODE.head_dim :]).any()
 
 
-def test_one_program_is_exported_for_cpu_and_gpu():
+def test_one_program_is_exported_for_cpu_gpu_and_tpu():
     inputs = random_inputs(DECODE, jnp.bfloat16)
     attend = jax.jit(functools.partial(paged_attention, max_q_len=1))
-    exported = export.export(attend, platforms=("cpu", "cuda"))(**shapes_of(inputs))
+    chip = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=chip)
+    with use_abstract_mesh(mesh):
+        exported = export.export(attend, platforms=("cpu", "cuda", "tpu"))(**shapes_of(inputs))
     assert "mosaic_gpu" in exported.mlir_module()
+    assert "tpu_custom_call" in exported.mlir_module()
 
 
 def test_call_outside_of_jit_takes_numpy_arrays():
     inputs = random_inputs(DECODE, jnp.float32)
     arguments: dict[str, Any] = {name: np.asarray(x) for name, x in inputs.arguments.items()}
     testing.assert_right(inputs, paged_attention(**arguments, max_q_len=1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
+def test_whole_numbers_of_any_dtype_are_page_ids_and_lengths(dtype):
+    """Page ids times KV heads pass 255 here, and positions are differences."""
+    inputs = random_inputs(
+        Case(lengths=((5, 100), (1, 29)), num_heads=8, num_kv_heads=8, num_pages=99), jnp.float32
+    )
+    arguments = dict(inputs.arguments)
+    arguments["block_tables"] = jnp.asarray(inputs.tables, dtype)
+    for name in ("kv_lens", "cu_q_lens"):
+        arguments[name] = arguments[name].astype(dtype)
+    testing.assert_right(inputs, paged_attention(**arguments))

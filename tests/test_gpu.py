@@ -109,8 +109,17 @@ class TestChoiceForThePlatform:
     def test_16_bit_takes_a_kernel(self):
         assert "mosaic_gpu" in self.exported(jnp.bfloat16)
 
+    def test_kernel_is_taken_where_numbers_have_64_bits(self):
+        with jax.enable_x64(True):
+            assert "mosaic_gpu" in self.exported(jnp.bfloat16)
+
     def test_float32_takes_the_reference(self):
         assert "mosaic_gpu" not in self.exported(jnp.float32)
+
+    def test_no_product_of_float32_is_rounded(self):
+        lines = self.exported(jnp.float32).splitlines()
+        products = [line for line in lines if "stablehlo.dot_general" in line]
+        assert products and all("[HIGHEST, HIGHEST]" in product for product in products)
 
     @pytest.mark.usefixtures("old_gpu")
     def test_old_gpu_takes_the_reference_and_warns_once(self):

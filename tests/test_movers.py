@@ -100,6 +100,29 @@ class TestMovers:
         assert_same_bits(call(put_pages, implementation, lost, page_ids, taken), right)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ids_that_name_no_page_move_nothing(implementation):
+    pages = half_poisoned((4, KV_HEADS, 8, HEAD_DIM), jnp.float32)
+    ids, zeros = i32(-1, 4, -(2**31), 2**31 - 1), jnp.zeros((4, *pages.shape[1:]))
+    assert_same_bits(call(take_pages, implementation, pages, ids), zeros)
+    for changed in (
+        call(put_pages, implementation, pages, ids, zeros),
+        call(copy_pages, implementation, pages, i32(0, 1, 2, 3), ids),
+        call(write_tokens, implementation, pages, ids, i32(0, 1, 2, 3), zeros[:, :, 0]),
+    ):
+        assert_same_bits(changed, pages)
+
+
+def test_too_few_heads_or_pages_are_refused():
+    pages = jnp.zeros((3, 2, 8, 16))
+    with pytest.raises(ValueError, match=r"tokens must be \(1, 2, 16\).*found \(1, 1, 16\)"):
+        write_tokens(pages, i32(1), i32(0), jnp.ones((1, 1, 16)))
+    with pytest.raises(
+        ValueError, match=r"contents must be \(2, 2, 8, 16\).*found \(1, 2, 8, 16\)"
+    ):
+        put_pages(pages, i32(1, 2), pages[:1])
+
+
 def test_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="implementation='cpu' is not one of 'reference'"):
         take_pages(jnp.zeros((1, 1, 1, 1)), i32(0), implementation="cpu")  # pyright: ignore

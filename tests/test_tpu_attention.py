@@ -55,6 +55,17 @@ def test_tiles_as_large_as_on_a_chip_match_dense_attention(name):
 
 
 @pytest.mark.parametrize("max_q_len", [1, None])
+def test_window_past_the_table_leaves_the_sink_alone(max_q_len):
+    case = Case(lengths=((1, 80), (1, 5)), window=16, max_pages=5, has_sinks=True)
+    inputs = random_inputs(case, jnp.bfloat16)
+    kv_lens = inputs.arguments["kv_lens"].at[0].set(100)
+    result = attend("tpu", inputs, max_q_len=max_q_len, kv_lens=kv_lens)
+    assert (result.out[0] == 0).all()
+    assert (result.log_sum_exp[0] == inputs.arguments["sinks"]).all()
+    assert jnp.isneginf(result.log_sum_exp[2:]).all()  # padding
+
+
+@pytest.mark.parametrize("max_q_len", [1, None])
 def test_tile_that_nobody_waits_for_is_a_race(max_q_len, monkeypatch):
     monkeypatch.setattr(PageTiles, "wait", lambda self, buf: None)
     call = small_tpu_tiles()(interpreted(paged_attention_tpu))
