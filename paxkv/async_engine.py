@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable
 
 from paxkv.engine import Engine
+from paxkv.engine_checks import check_max_steps
 from paxkv.request import FinishReason
 from paxkv.request_state import Request
 
@@ -22,6 +23,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, max_steps: int = 4) -> None:
+        check_max_steps(max_steps)
         self.engine = engine
         self._max_steps = max_steps
         self._has_news: dict[int, asyncio.Event] = {}  # by the id of a request that is awaited

@@ -15,7 +15,13 @@ from paxkv.batching import ContinuousBatching
 from paxkv.cache import PagedCache
 from paxkv.config import page_bytes, pages_of, pages_of_groups
 from paxkv.decoder import Decoder
-from paxkv.engine_checks import Limits, check_power_of_two, check_same_shapes, whole_numbers
+from paxkv.engine_checks import (
+    Limits,
+    check_max_steps,
+    check_power_of_two,
+    check_same_shapes,
+    whole_numbers,
+)
 from paxkv.errors import QueueFull
 from paxkv.logits_processors import LogitsProcessor
 from paxkv.memory_report import MemoryReport, report_memory
@@ -61,7 +67,8 @@ class Engine:
         max_waiting: Requests that may wait; any number when None.
         preemption: What becomes of the tokens of a request that is sent back because the pool runs
             short: "recompute" stores them again, "swap" copies them to the host and back, "auto"
-            takes what costs less by its own measurements.
+            takes what costs less by its own measurements. Those of a decoder with sliding windows
+            are always stored again.
         max_swap_bytes: Host memory that such copies may take; as much as the pool when None.
         seed: What requests without a seed of their own draw from.
         prefix_caching: Keep the full pages of requests, while there is room, for later ones that
@@ -281,7 +288,11 @@ class Engine:
 
         Returns:
             The requests that have new tokens or have ended: samples, where there are several.
+
+        Raises:
+            ValueError: `max_steps` is below 1.
         """
+        check_max_steps(max_steps)
         return self._batching.step(max_steps)
 
     @alone

@@ -37,7 +37,7 @@ class Limits:
                 f"{len(request.stop_token_ids)} stop tokens; a request may have {NUM_STOP_IDS}"
             )
         timeout = request.timeout_seconds
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout > 0):
             raise ValueError(
                 f"timeout_seconds={timeout!r} must be above 0, or None for no deadline"
             )
@@ -101,3 +101,9 @@ def check_same_shapes(old: Decoder, new: Decoder) -> None:
                 f"the new weights differ from the old ones: {jax.tree_util.keystr(path)} is "
                 f"{found.dtype}{list(found.shape)} and was {was.dtype}{list(was.shape)}"
             )
+
+
+def check_max_steps(max_steps: int | None) -> None:
+    """Raises a ValueError unless decode steps are made: samples are forked to decode at once."""
+    if max_steps is not None and max_steps < 1:
+        raise ValueError(f"max_steps={max_steps} must be at least 1, or None for max_burst")

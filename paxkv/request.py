@@ -9,6 +9,7 @@ from typing import Literal, Protocol, Self
 type FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20  # best tokens listed at each place
+MAX_SAMPLES = 65_536  # of one prompt; more is taken for a slip
 MAX_LOGIT_BIASES = 300  # tokens of one request, as in OpenAI's interface
 _MAX_FLOAT32 = 3.4028234663852886e38  # what the device computes with has no larger numbers
 
@@ -218,6 +219,7 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
 _token_id = _within(_integer, lambda n: n >= 0, "a token id, 0 or more")
 _bias = _within(_number, lambda x: x < math.inf, "finite, or -inf to forbid the token")
 _count = _within(_integer, lambda n: n >= 1, "1 or more")
+_num_samples = _within(_integer, lambda n: 1 <= n <= MAX_SAMPLES, f"from 1 to {MAX_SAMPLES}")
 _num_listed = _within(
     _integer, lambda n: 0 <= n <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None for none"
 )
@@ -235,8 +237,8 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     ),
     "min_p": _within(_number, lambda x: 0 <= x <= 1, "from 0 to 1; 0 keeps every token"),
     "seed": _integer,
-    "n": _count,
-    "best_of": _count,
+    "n": _num_samples,
+    "best_of": _num_samples,
     "stop": _stop_strings,
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,

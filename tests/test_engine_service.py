@@ -107,8 +107,9 @@ def test_deadline_ends_requests_that_wait_or_run_and_no_others():
     run(engine)
     assert free.output == alone((*SHORT[1],), 20)
     assert engine.stats.num_expired == 3 and is_forgotten(engine)
-    with pytest.raises(ValueError, match="timeout_seconds=0 must be above 0"):
-        add(engine, SHORT[0], params, timeout_seconds=0)
+    for strange in (0, "soon"):
+        with pytest.raises(ValueError, match=f"timeout_seconds={strange!r} must be above 0"):
+            add(engine, SHORT[0], params, timeout_seconds=strange)
 
 
 def test_running_requests_go_on_while_a_long_prompt_is_stored():
@@ -188,6 +189,15 @@ def test_abort_takes_all_samples_out_and_unknown_ids_do_no_harm():
     assert sent_back.output == alone((*SHORT[2],), 50)
     assert rest.output == alone((*SHORT[3],), 50)[: len(rest.output)]
     assert is_forgotten(engine)
+
+
+def test_step_decodes_at_least_once():
+    engine = make_engine(HISTORY)
+    for max_steps in (0, -1):
+        with pytest.raises(ValueError, match=f"max_steps={max_steps} must be at least 1"):
+            engine.step(max_steps)
+        with pytest.raises(ValueError, match=f"max_steps={max_steps} must be at least 1"):
+            AsyncEngine(engine, max_steps=max_steps)
 
 
 def test_request_is_added_once():
