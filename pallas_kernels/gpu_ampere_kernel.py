@@ -155,9 +155,8 @@ def _attention_kernel(
         top, total, values = _attend_tiles(
             work, tables_ref, q_smem, k_smem, v_smem, p_smem, is_full, begin_copies, settings
         )
-        saw_nothing = (top <= MASKED / 2) & (
-            total == total
-        )  # a NaN must show, if only in the total
+        # A NaN must show, if only in the total.
+        saw_nothing = (top <= MASKED / 2) & (total == total)
         total = jnp.where(saw_nothing, 1.0, total)
         share = jnp.where(saw_nothing, 0.0, 1 / total)
         store(

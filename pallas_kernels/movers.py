@@ -203,6 +203,8 @@ _PUT = _mover(_put_pages, lambda pages, *_: pages.shape)
 def _move(
     mover: _Mover, implementation: MoverImplementation | None, interpret: bool, *arrays: jax.Array
 ) -> jax.Array:
+    if len(arrays[1]) == 0 and implementation in (None, "tpu"):
+        return mover.reference(*arrays)  # a kernel cannot be called for nothing
     match implementation:
         case None:
             return mover.of_platform(*arrays)[0]

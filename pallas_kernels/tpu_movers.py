@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from paxkv.pallas_kernels.tpu_steps import interpreter
+
 type _Copy = Any  # what pltpu.make_async_copy returns, which has no public name
 
 _COPIES = 16  # in flight; one page of one array is too little to keep the memory busy
@@ -42,7 +44,7 @@ def put_pages(
             scratch_shapes=[pltpu.SemaphoreType.DMA((_COPIES,))],
         ),
         input_output_aliases={2: 0},
-        interpret=_interpreter(interpret),
+        interpret=interpreter(interpret),
         name="put_pages",
     )(page_ids, contents, pages)
 
@@ -75,7 +77,7 @@ def _take(
             scratch_shapes=[pltpu.SemaphoreType.DMA((_COPIES,))],
         ),
         input_output_aliases={2: 0},
-        interpret=_interpreter(interpret),
+        interpret=interpreter(interpret),
         name="take_pages",
     )(page_ids, pages, contents)
 
@@ -175,7 +177,7 @@ def write_tokens(
             pltpu.SemaphoreType.DMA((2, _WAVE)),
         ],
         input_output_aliases={2: 0},
-        interpret=_interpreter(interpret),
+        interpret=interpreter(interpret),
         name="write_tokens",
     )(places, words, pages)
 
@@ -239,7 +241,3 @@ def _write_kernel(
 
 def _is_page(page_id: jax.Array, num_pages: int) -> jax.Array:
     return (page_id >= 0) & (page_id < num_pages)
-
-
-def _interpreter(interpret: bool) -> bool | pltpu.InterpretParams:
-    return pltpu.InterpretParams(detect_races=True) if interpret else False

@@ -26,7 +26,7 @@ def half_poisoned(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     return numbers.astype(jnp.dtype(dtype))
 
 
-def call(mover, implementation: str, *arrays) -> jax.Array:
+def call(mover, implementation: str | None, *arrays) -> jax.Array:
     """The mover's result; a TPU kernel is interpreted, and a race in it raises."""
     return mover(
         *map(jnp.asarray, arrays), implementation=implementation, interpret=implementation == "tpu"
@@ -111,6 +111,16 @@ def test_ids_that_name_no_page_move_nothing(implementation):
         call(write_tokens, implementation, pages, ids, i32(0, 1, 2, 3), zeros[:, :, 0]),
     ):
         assert_same_bits(changed, pages)
+
+
+@pytest.mark.parametrize("implementation", (*IMPLEMENTATIONS, None))
+def test_nothing_to_move_is_no_error(implementation):
+    pages, none = half_poisoned((4, KV_HEADS, 8, HEAD_DIM), jnp.float32), jnp.zeros(0, jnp.int32)
+    taken = call(take_pages, implementation, pages, none)
+    assert taken.shape == (0, *pages.shape[1:])
+    assert_same_bits(call(put_pages, implementation, pages, none, taken), pages)
+    assert_same_bits(call(copy_pages, implementation, pages, none, none), pages)
+    assert_same_bits(call(write_tokens, implementation, pages, none, none, taken[:, :, 0]), pages)
 
 
 def test_too_few_heads_or_pages_are_refused():
