@@ -183,7 +183,7 @@ class Engine:
                 num_slots=num_slots, max_length=self.max_length,
             )  # fmt: skip
         costs = PreemptionCosts(preemption)
-        swapper = Swapper(
+        self._swapper = Swapper(
             self._runner,
             costs,
             max_bytes=num_pages * self.page_bytes if max_swap_bytes is None else max_swap_bytes,
@@ -192,7 +192,7 @@ class Engine:
         self._batching = ContinuousBatching(
             self._scheduler,
             self._runner,
-            swapper,
+            self._swapper,
             costs,
             prefill_chunk=prefill_chunk,
             max_burst=max_burst,
@@ -346,9 +346,10 @@ class Engine:
     def compile(self) -> None:
         """Compiles what serving needs, so that no request waits for it; nothing else changes.
 
-        Log-probabilities of prompts, swaps and beams are compiled when they are first used.
+        Log-probabilities of prompts, and beams, are compiled when they are first used.
         """
         self._runner.compile(self.max_prefill_tokens)
+        self._swapper.compile()
 
     @alone
     def metrics(self) -> Metrics:

@@ -77,20 +77,17 @@ class Swapper:
             request: Its tokens up to `num_stored` are copied.
             others: Those that wait, and may have copies.
         """
-        table = self._runner.cache[0][1]
-        num_pages = pages_of(request.num_stored, table.page_size)
-        # What has left a window cannot be brought back.
-        is_whole = all(group.window is None for group in self._runner.decoder.layer_groups)
-        if not num_pages or not is_whole or not self._costs.prefers_swap:
+        num_pages = pages_of(request.num_stored, self._runner.cache[0][1].page_size)
+        if not num_pages or not self._costs.prefers_swap:
             return
-        # Few numbers of pages, so that few programs are compiled.
-        num_pages = min(1 << (num_pages - 1).bit_length(), table.block_tables.shape[1])
         taken = sum(r.swapped.num_bytes for r in others if r.swapped)
-        if taken + num_pages * self._page_bytes > self._max_bytes:
+        room = (self._max_bytes - taken) // self._page_bytes
+        counts = [n for n in self._page_counts() if num_pages <= n <= room]
+        if not counts:
             return
         begin = time.perf_counter()
         with counted_compilations() as compilations:
-            request.swapped = self._runner.swap_out(slot, num_pages, request.num_stored)
+            request.swapped = self._runner.swap_out(slot, counts[0], request.num_stored)
         if not compilations.count:
             self._costs.note_copy(request.num_stored, time.perf_counter() - begin)
 
@@ -108,3 +105,20 @@ class Swapper:
         num_tokens = swapped.num_tokens - request.num_stored
         request.num_stored = swapped.num_tokens
         return num_tokens
+
+    def compile(self) -> None:
+        """Compiles the copies that may be made."""
+        if self._costs.preemption != "recompute":
+            for num_pages in self._page_counts():
+                if num_pages * self._page_bytes <= self._max_bytes:
+                    self._runner.compile_swaps(num_pages)
+
+    def _page_counts(self) -> list[int]:
+        """The numbers of pages that are copied at once: few, so that few programs are compiled.
+
+        None where layers have windows: what has left a window cannot be brought back.
+        """
+        if any(group.window is not None for group in self._runner.decoder.layer_groups):
+            return []
+        max_pages = self._runner.cache[0][1].block_tables.shape[1]
+        return [*(1 << n for n in range((max_pages - 1).bit_length())), max_pages]

@@ -194,9 +194,9 @@ class Runner:
         return results, tables
 
     def compile(self, max_prefill_tokens: int) -> None:
-        """Calls all that serving may call, to no effect: then nothing is compiled any more.
+        """Calls what serving calls, to no effect: then nothing of it is compiled any more.
 
-        Log-probabilities of prompts and swaps are left out.
+        Log-probabilities of prompts are left out, and swaps: `compile_swaps`.
         """
         for num_rows in prefill_buckets(max_prefill_tokens):
             self.prefill({}, num_rows, wants_logprobs=False)
@@ -205,6 +205,12 @@ class Runner:
         self.admit({})
         self.fork({0: 0})
         self.settle([0], PageChanges())
+        self.fetch(())
+
+    def compile_swaps(self, num_pages: int) -> None:
+        """Copies so many pages of the first slot to the host, and none of them back."""
+        num_tokens = int(jax.device_get(self.cache[0][1].lengths[0]))
+        self.swap_in(0, self.swap_out(0, num_pages, num_tokens), first_page=num_pages)
         self.fetch(())
 
     def run(

@@ -427,3 +427,14 @@ def test_nothing_is_compiled_after_compile():
     add(engine, SHORT[0], settled(n=3))
     run(engine)
     assert engine.stats.num_compilations == 0
+
+
+def test_nothing_is_compiled_after_compile_when_requests_are_sent_back():
+    engine = make_engine(HISTORY, num_slots=3, num_pages=12, max_length=40, preemption="swap")
+    engine.compile()
+    assert is_forgotten(engine)
+    requests = [add(engine, prompt, settled(max_tokens=24)) for prompt in random_prompts([7] * 5)]
+    run(engine)
+    assert engine.stats.swapped_tokens and engine.stats.num_compilations == 0
+    for request in requests:
+        assert request.output == alone((*request.prompt,), 24)

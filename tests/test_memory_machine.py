@@ -431,7 +431,7 @@ class PrefixMemory(Memory):
 
 TestWindowedMemory = WindowedMemory.TestCase
 TestWindowedMemory.settings = settings(
-    max_examples=NUM_EXAMPLES // 3, stateful_step_count=80, deadline=None
+    max_examples=NUM_EXAMPLES, stateful_step_count=80, deadline=None
 )
 TestPrefixMemory = PrefixMemory.TestCase
 TestPrefixMemory.settings = settings(
