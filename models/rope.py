@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 _LLAMA3_SETTINGS = (
     "factor",
@@ -182,7 +183,8 @@ def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax
     """Cosines and sines of positions `i32[T]`, each `f32[T, 1, H / 2]`, for every layer."""
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None]
-    return jnp.cos(angles), jnp.sin(angles)
+    # Without the barrier XLA computes them anew in every layer, for every head.
+    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

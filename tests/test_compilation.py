@@ -111,6 +111,12 @@ def test_program_asks_the_host_nothing(programs, name):
     assert "callback" not in text
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_rotations_are_computed_once_for_all_layers_and_heads(programs, name):
+    text = programs[name].as_text()
+    assert text.count(" cosine(") == text.count(" sine(") == 1
+
+
 def pools_of(cache) -> list[jax.Array]:
     return [array for pool, _ in cache for array in jax.tree.leaves(pool)]
 
