@@ -58,10 +58,14 @@ def open_model(name_or_path: str | Path) -> ModelFiles:
 
 def checked_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype itself, or a ValueError if nothing here runs in it."""
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in SUPPORTED_DTYPES:
-        raise ValueError(f"dtype {dtype.name} is not one of {', '.join(SUPPORTED_DTYPES)}")
-    return dtype
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in SUPPORTED_DTYPES:
+        name = found.name if found is not None else repr(dtype)
+        raise ValueError(f"dtype {name} is not one of {', '.join(SUPPORTED_DTYPES)}")
+    return found
 
 
 def load_model(

@@ -100,7 +100,8 @@ class Results:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             _lock(self._file, path)
-            self.done, end = _read_results(path)  # custom_id of each result
+            # custom_id of each result, and of those that say why there is no answer
+            self.done, self.refused, end = _read_results(path)
             os.ftruncate(self._file, end)
         except BaseException:
             self.close()
@@ -118,6 +119,12 @@ class Results:
             data = data[os.write(self._file, data) :]
         os.fsync(self._file)
         self.done.add(result["custom_id"])
+        if _is_refusal(result):
+            self.refused.add(result["custom_id"])
+
+
+def _is_refusal(result: dict[str, Any]) -> bool:
+    return result["response"]["status_code"] != 200
 
 
 def _lock(file: int, path: Path) -> None:
@@ -127,24 +134,26 @@ def _lock(file: int, path: Path) -> None:
         raise ValueError(f"{path} is being written by another process: wait for it") from None
 
 
-def _read_results(path: Path) -> tuple[set[str], int]:
-    """The `custom_id` of every whole line, and where they end, in bytes."""
-    ids, end = set(), 0
+def _read_results(path: Path) -> tuple[set[str], set[str], int]:
+    """The `custom_id` of every whole line, of the refusals, and where lines end, in bytes."""
+    ids, refused, end = set(), set(), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n") and line.startswith(_START[: len(line)]):
                 break  # the machine stopped in the middle of it
             try:
                 result = json.loads(line)
-                if not isinstance(result["custom_id"], str) or not result["response"]:
+                if not isinstance(result["custom_id"], str):
                     raise ValueError
                 ids.add(result["custom_id"])
+                if _is_refusal(result):
+                    refused.add(result["custom_id"])
             except (ValueError, TypeError, KeyError, RecursionError):
                 raise ValueError(
                     f"{path}:{number} is no result of a batch: name another file with --output"
                 ) from None
             end += len(line)
-    return ids, end
+    return ids, refused, end
 
 
 def run_batch(

@@ -55,7 +55,7 @@ def batch(
     /v1/completions takes a "prompt". Each result is written as soon as its
     request ends, so that Ctrl-C, or a machine that dies, loses only what was
     under way. The exit status is 1 if a request was refused, whose result
-    says why.
+    says why; it is not tried again, except into another file of results.
 
     Examples:
         paxkv batch requests.jsonl
@@ -65,25 +65,25 @@ def batch(
     with errors_told():
         requests = read_requests(file)
         with contextlib.closing(Results(output)) as results:
-            all_served = True
             if before := len(results.done):
                 notes.print(f"{before} results stand in {output} already")
             if left := missing(requests, results):
                 with opened_trace(memory_trace, model) as trace:
-                    all_served = _serve(
+                    _serve(
                         requests, results, model=model, dtype=dtype, kv_memory=kv_memory,
                         memory_share=memory_share, page_size=page_size, max_length=max_length,
                         max_slots=min(max_slots, len(left)), memory_trace=trace,
                     )  # fmt: skip
-    notes.print(f"{len(requests)} results in {output}")
-    if not all_served:
+            refused = len(results.refused)
+    told = f", of which {refused} say why there is no answer" if refused else ""
+    notes.print(f"{len(requests)} results in {output}{told}")
+    if refused:
         raise typer.Exit(1)
 
 
-def _serve(requests, results: Results, *, model: str | None, **settings) -> bool:
-    """Runs what is missing; whether all of it was served."""
+def _serve(requests, results: Results, *, model: str | None, **settings) -> None:
+    """Runs what is missing."""
     llm = load_llm(model, **settings)
-    all_served = True
     try:
         with progress_bar(MofNCompleteColumn()) as progress:
             total, before = len(requests), len(results.done)
@@ -91,11 +91,9 @@ def _serve(requests, results: Results, *, model: str | None, **settings) -> bool
             for ended in run_batch(llm, requests, results, model=model or BUNDLED):
                 progress.advance(task)
                 if ended.error is not None:
-                    all_served = False
                     notes.print(f"{ended.custom_id} was not served: {ended.error}", style="red")
     except KeyboardInterrupt:
         notes.print(f"\nstopped with {len(results.done)} of {len(requests)} results; run it again")
         raise typer.Exit(130) from None
     finally:
         notes.print(summary(llm), style="dim", soft_wrap=True)
-    return all_served

@@ -100,7 +100,7 @@ def diagnose(
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Write the pictures into this folder as PNG files (needs paxkv[plots]).",
+            help="Write the pictures into this folder as PNG files (needs the extra `plots`).",
             show_default=False,
         ),
     ] = None,

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The same with None, JSON's null, for infinities: a log-probability may be one."""
+    """The same with None, JSON's null, for infinities and NaN: a log-probability may be one."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -127,7 +127,13 @@ class LLM:
             self.generation = files.generation
             if model is None:
                 self.generation = recommended_sampling(files.generation)
-            longest = min(longest, files.config.max_position)
+            made_for = files.config.max_position
+            if isinstance(max_length, numbers.Real) and max_length > made_for:
+                raise ValueError(
+                    f"{max_length=}, but the model was made for {made_for} tokens: lower it, or "
+                    "correct the maximum in the model's configuration"
+                )
+            longest = min(longest, made_for)
         else:
             decoder = model
         self.tokenizer = tokenizer
@@ -417,6 +423,8 @@ def _num_pages(
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r:.60} must be text, token ids, or several of them")
     items: list[Any] = list(prompts)
     return [items] if items and isinstance(items[0], numbers.Integral) else items
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from paxkv.finite import finite
+
 _MOST_TIMES = 10_000  # latest ones that percentiles are taken of
 
 
@@ -53,12 +55,12 @@ class Metrics:
     token_gap_seconds: Percentiles  # between two tokens of a request, evenly over a burst
     stats: EngineStats  # what has been done so far
 
-    def asdict(self) -> dict[str, float]:
-        """All of it as one flat dictionary, as for a log line."""
+    def asdict(self) -> dict[str, float | None]:
+        """All of it as one flat dictionary, as for a log line; None for percentiles of nothing."""
         flat = dataclasses.asdict(self)
         for name in ("first_token_seconds", "token_gap_seconds"):
             flat |= {f"{name}_{p}": seconds for p, seconds in flat.pop(name).items()}
-        return flat.pop("stats") | flat
+        return finite(flat.pop("stats") | flat)
 
 
 class Latencies:

@@ -65,7 +65,7 @@ class SamplingParams:
     top_k: int | None = None  # keep the k most likely tokens; 0 or -1 keeps all
     top_p: float | None = None  # keep the smallest set of tokens with this probability; default 1.0
     min_p: float | None = None  # drop tokens below this share of the best one's probability
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    seed: int | None = None  # same seed, same draws, whatever else is in the batch
     n: int = 1  # samples of each prompt
     best_of: int | None = None  # draw so many, keep the n with the best mean log-probability
     stop: str | Iterable[str] = ()  # ends the text before the first of these strings

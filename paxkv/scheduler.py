@@ -126,8 +126,11 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a request waits for memory, and not for a slot or for what another stores."""
-        has_slot = len(self.running) < self.num_slots
+        """Whether a request waits for memory, and not for a slot or for what another stores.
+
+        Where none runs, it does not: alone it always fits, so it is about to be admitted.
+        """
+        has_slot = 0 < len(self.running) < self.num_slots
         return bool(self.waiting) and has_slot and not self.is_waiting_for_pages
 
     def queue(self, request: Request) -> None:

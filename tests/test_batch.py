@@ -106,6 +106,15 @@ def test_refused_request_says_why_and_others_are_served(llm, tmp_path, changes, 
     assert told in results["bad"]["body"]["error"]["message"]
 
 
+def test_exit_status_tells_of_what_was_refused_by_an_earlier_run_too(tiny_model, tmp_path):
+    lines = line("good", prompt="ab", max_tokens=1), line("bad", prompt="ab", n=0)
+    file = write_lines(tmp_path / "in.jsonl", *lines)
+    for _ in range(2):
+        result = run("batch", file, "--model", tiny_model, "--dtype", "float32")
+        assert result.exit_code == 1 and "2 results in" in result.stderr, result.output
+        assert "of which 1 say why" in result.stderr
+
+
 def test_unknown_url_is_refused(llm, tmp_path):
     results = serve(llm, tmp_path / "out.jsonl", line("a", "/v1/embeddings", input="x"))
     assert "'/v1/embeddings'" in results["a"]["body"]["error"]["message"]
@@ -164,11 +173,12 @@ def test_unfinished_line_is_cut_and_served_again(llm, tmp_path):
         "my notes",
         '{"custom_id": "a"}\n',
         '{"custom_id": "a", "response": null}\n',
+        '{"custom_id": "a", "response": {}}\n',
         '{"custom_id": 1, "response": {"status_code": 200}}\n',
         "[]\n",
         "[" * 100_000 + "\n",
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"

@@ -263,6 +263,7 @@ def test_metrics_tell_how_the_engine_stands():
     idle = engine.metrics()
     assert (idle.num_waiting, idle.num_running, idle.free_pages) == (0, 0, 64)
     assert np.isnan(idle.first_token_seconds.p50)
+    assert json.loads(json.dumps(idle.asdict(), allow_nan=False))["token_gap_seconds_p99"] is None
     requests = [add(engine, prompt, settled(max_tokens=9)) for prompt in SHORT[:3]]
     now[0] = 2.0
     engine.step(1)

@@ -137,7 +137,7 @@ def test_a_log_is_shown_in_80_columns(path):
     text = shown(log)
     assert max(map(len, text.splitlines())) <= 80
     assert "tiny, closed: 800 B of keys and values, pages of 4" in text
-    assert "2 running, 0 waiting, 3 ended; 3 steps" in text
+    assert "0 running, 0 waiting, 3 ended; 3 steps" in text
     assert "1 preemptions, 3 tokens redone (50 % of new ones)" in text
     assert "thrashes" not in text
     log.recomputed_tokens = 4

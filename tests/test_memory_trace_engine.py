@@ -134,6 +134,7 @@ def test_a_report_adds_up_and_finds_what_stands_there_twice():
     prompt = list(range(10))
     for tokens in (prompt, prompt, prompt[:9]):
         add(engine, tokens, settled(max_tokens=20))
+    assert engine.memory_report().pools[0].tokens["external"] == 0  # they are about to be admitted
     engine.step(max_steps=1)
     report = engine.memory_report()
     [pool] = report.pools

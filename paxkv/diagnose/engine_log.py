@@ -96,7 +96,7 @@ class EngineLog:
                 self.num_requests += 1
                 return True
             elif "closed" in row:
-                self.is_closed = True
+                self.is_closed, self.running, self.waiting = True, 0, 0
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"not a line of an engine's log: {error!r}") from None
         return False

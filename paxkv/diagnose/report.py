@@ -116,7 +116,7 @@ def note_lines(diagnosis: Diagnosis) -> list[str]:
     how = "all waiting at the first step"
     if case.trace.arrival_seconds is not None:
         how = f"arriving over {case.trace.arrival_seconds[-1]:,.0f} s, "
-        how += f"a step taking {1000 * case.step_seconds:.1f} ms"
+        how += f"a step taking {1000 * case.step_seconds:.1f} ms (see --step-ms)"
     lines = [f"Trace: {case.trace.name}, {len(case.trace):,} requests, {how}."]
     lines += [f"Note: {note}." for note in case.trace.notes]
     if case.block_tokens % case.page_size:
