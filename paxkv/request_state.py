@@ -43,19 +43,22 @@ class Request:
     error: RequestError | None = None  # why `finish_reason` is "error"
     samples: list[Self] = dataclasses.field(default_factory=list)  # none if it is the only one
 
-    # The engine's.
+    # The engine's; not shown where they would show pages or other requests.
     id: int = -1  # in the order in which requests came
     max_num_tokens: int = 0  # prompt and output
     added_seconds: float = 0.0  # by the engine's clock
     last_token_seconds: float | None = None  # when there last were new tokens
     num_stored: int = 0  # tokens in the cache
     num_sent_back: int = 0  # tokens that it had there when it was sent back to the queue
-    path: list[Node] = dataclasses.field(default_factory=list)  # its first pages, in the index
-    copied: Node | None = None  # whose first tokens it begins with after these, in a copy
+    # Its first pages, in the index; and whose first tokens it begins with after these, in a copy.
+    path: list[Node] = dataclasses.field(default_factory=list, repr=False)
+    copied: Node | None = dataclasses.field(default=None, repr=False)
     family: int | None = None  # samples of one prompt have the same
-    prompt_pages: object = dataclasses.field(default_factory=object)  # held by who has the same
-    waits_for: Self | None = None  # a sample that stores the prompt, to be forked from then
-    swapped: Swapped | None = None
+    # Held by who has the same.
+    prompt_pages: object = dataclasses.field(default_factory=object, repr=False)
+    # A sample that stores the prompt, to be forked from then.
+    waits_for: Self | None = dataclasses.field(default=None, repr=False)
+    swapped: Swapped | None = dataclasses.field(default=None, repr=False)
 
     @property
     def parts(self) -> "list[Request]":
