@@ -100,8 +100,8 @@ class Results:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             _lock(self._file, path)
-            # custom_id of each result, and of those that say why there is no answer
-            self.done, self.refused, end = _read_results(path)
+            # The custom_id of each result, and whether it says why there is no answer.
+            self.done, end = _read_results(path)
             os.ftruncate(self._file, end)
         except BaseException:
             self.close()
@@ -118,9 +118,12 @@ class Results:
         while data:  # a write may take a part
             data = data[os.write(self._file, data) :]
         os.fsync(self._file)
-        self.done.add(result["custom_id"])
-        if _is_refusal(result):
-            self.refused.add(result["custom_id"])
+        self.done[result["custom_id"]] = _is_refusal(result)
+
+    @property
+    def num_refused(self) -> int:
+        """How many results say why there is no answer, those of earlier runs too."""
+        return sum(self.done.values())
 
 
 def _is_refusal(result: dict[str, Any]) -> bool:
@@ -134,9 +137,9 @@ def _lock(file: int, path: Path) -> None:
         raise ValueError(f"{path} is being written by another process: wait for it") from None
 
 
-def _read_results(path: Path) -> tuple[set[str], set[str], int]:
-    """The `custom_id` of every whole line, of the refusals, and where lines end, in bytes."""
-    ids, refused, end = set(), set(), 0
+def _read_results(path: Path) -> tuple[dict[str, bool], int]:
+    """Whether every whole line is a refusal, by `custom_id`; and where they end, in bytes."""
+    done, end = {}, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n") and line.startswith(_START[: len(line)]):
@@ -145,15 +148,13 @@ def _read_results(path: Path) -> tuple[set[str], set[str], int]:
                 result = json.loads(line)
                 if not isinstance(result["custom_id"], str):
                     raise ValueError
-                ids.add(result["custom_id"])
-                if _is_refusal(result):
-                    refused.add(result["custom_id"])
+                done[result["custom_id"]] = _is_refusal(result)
             except (ValueError, TypeError, KeyError, RecursionError):
                 raise ValueError(
                     f"{path}:{number} is no result of a batch: name another file with --output"
                 ) from None
             end += len(line)
-    return ids, refused, end
+    return done, end
 
 
 def run_batch(
@@ -190,7 +191,7 @@ def missing(requests: list[BatchRequest], results: Results) -> list[BatchRequest
     Raises:
         ValueError: The file has results of other requests.
     """
-    if strange := results.done - {request.custom_id for request in requests}:
+    if strange := results.done.keys() - {request.custom_id for request in requests}:
         raise ValueError(
             f"the file of results has {len(strange)} results of other requests, such as "
             f"{min(strange)!r}: name another with --output"

@@ -74,7 +74,7 @@ def batch(
                         memory_share=memory_share, page_size=page_size, max_length=max_length,
                         max_slots=min(max_slots, len(left)), memory_trace=trace,
                     )  # fmt: skip
-            refused = len(results.refused)
+            refused = results.num_refused
     told = f", of which {refused} say why there is no answer" if refused else ""
     notes.print(f"{len(requests)} results in {output}{told}")
     if refused:
