@@ -12,13 +12,7 @@ import jax.numpy as jnp
 
 from paxkv.pallas_kernels.attention_call import AttentionArrays, AttentionSettings
 from paxkv.pallas_kernels.layout import page_size_of
-from paxkv.pallas_kernels.online_softmax import (
-    MASKED,
-    PartialSoftmax,
-    empty_softmax,
-    merge_into_owners,
-    normalise,
-)
+from paxkv.pallas_kernels.online_softmax import MASKED, PartialSoftmax, normalise
 from paxkv.pallas_kernels.ragged import Ragged, is_page
 
 
@@ -236,12 +230,26 @@ def _merge_items(
         total=is_seen.astype(jnp.float32),
         values=jnp.where(is_seen[..., None], values.reshape(*shape, head_dim), 0),
     )
-    merged = merge_into_owners(
-        empty_softmax((num_units, *shape[1:]), head_dim),
-        part,
-        jnp.minimum(unit_of_item, num_units - 1),
-        owner,
-    )
-    out, lse = normalise(merged, None)
+    tops = jnp.where(owner[:, :, None, None], part.top[None], MASKED)
+    top = jnp.max(tops, axis=1)
+    # Items of no unit would be scaled up without the bound.
+    share = jnp.exp(jnp.minimum(part.top - top[jnp.minimum(unit_of_item, num_units - 1)], 0.0))
+    total = _sum_by_owner(part.total * share, owner)
+    values = _sum_by_owner(part.values * share[..., None], owner)
+    out, lse = normalise(PartialSoftmax(top, total, values), None)
     unit_shape = num_units, num_kv_heads, unit_queries, group
     return out.reshape(*unit_shape, head_dim), lse.reshape(unit_shape)
+
+
+def _sum_by_owner(x: jax.Array, owner: jax.Array) -> jax.Array:
+    """Sums of `[W, ...]` over what each of U owns: a product, in which 0 x NaN must not be NaN.
+
+    A scatter would sum in another order each time.
+    """
+
+    def summed(x: jax.Array) -> jax.Array:
+        return jnp.einsum("uw,w...->u...", owner.astype(jnp.float32), x, precision="highest")
+
+    is_finite = jnp.isfinite(x)
+    is_lost = summed((~is_finite).astype(jnp.float32)) > 0
+    return jnp.where(is_lost, jnp.nan, summed(jnp.where(is_finite, x, 0.0)))

@@ -72,8 +72,9 @@ def gather_pages(
     Args:
         pages: A pool array, `[P, K, S, H]`.
         page_ids: `i32[R, m]`, each in `[0, P)`.
-        start: `i32[R, m]`, where the wanted tokens of each page begin; those before are zero.
-        stop: `i32[R, m]`, where they end; those after are zero, whatever the page holds there.
+        start: `i32[R, m]`, where the wanted tokens of each page begin; None: at once.
+        stop: `i32[R, m]`, where they end. Others are zero, whatever the page holds. None: all are
+            wanted.
 
     Returns:
         `[R, K, m * S, H]`.
@@ -89,17 +90,21 @@ def gather_pages(
     rows_of_pages = pages.reshape(num_pages * num_kv_heads, page_size * head_dim)
     gathered = rows_of_pages.at[rows].get(mode="promise_in_bounds")
     place = jnp.arange(page_size * head_dim, dtype=page_ids.dtype)[None]
-    zero = jnp.zeros((), pages.dtype)
-    if start is not None:
-        gathered = jnp.where(place >= _of_rows(start * head_dim, num_kv_heads), gathered, zero)
     if stop is not None:
-        gathered = jnp.where(place < _of_rows(stop * head_dim, num_kv_heads), gathered, zero)
+        is_whole = stop == page_size
+        is_wanted = place < _of_rows(stop * head_dim, num_kv_heads)
+        if start is not None:
+            is_whole &= start == 0
+            is_wanted &= place >= _of_rows(start * head_dim, num_kv_heads)
+        # Asked of whole pages before their loop, which then only copies.
+        is_wanted |= _of_rows(is_whole, num_kv_heads)
+        gathered = jnp.where(is_wanted, gathered, jnp.zeros((), pages.dtype))
     gathered = lax.optimization_barrier(gathered)
     return gathered.reshape(num_rows, num_kv_heads, num_columns * page_size, head_dim)
 
 
 def _of_rows(of_pages: jax.Array, num_kv_heads: int) -> jax.Array:
-    """What holds for pages `i32[R, m]`, for each row that is gathered: `i32[R * K * m, 1]`."""
+    """What holds for pages `[R, m]`, for each row that is gathered: `[R * K * m, 1]`."""
     num_rows, num_columns = of_pages.shape
     of_heads = jnp.broadcast_to(of_pages[:, None], (num_rows, num_kv_heads, num_columns))
     return lax.optimization_barrier(of_heads.reshape(-1, 1))

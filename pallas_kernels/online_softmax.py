@@ -96,30 +96,18 @@ def merge(left: PartialSoftmax, right: PartialSoftmax) -> PartialSoftmax:
     )
 
 
-def merge_into_owners(
-    softmax: PartialSoftmax, part: PartialSoftmax, slots: jax.Array, owner: jax.Array
+def merge_into_rows(
+    softmax: PartialSoftmax, part: PartialSoftmax, rows: jax.Array
 ) -> PartialSoftmax:
-    """Merges R tiles `[R, K, G]` into the softmaxes `[B, K, G]` of `slots` (`i32[R]`).
+    """Merges R tiles `[R, ...]` into the softmaxes `[T, ...]` of `rows` (`i32[R]`).
 
-    `owner` (`bool[B, R]`) says the same as a matrix; it is all False for tiles to be left out.
+    Several tiles may be of one row; a GPU may sum them in another order each time. Those of row T,
+    which there is not, are left out.
     """
-    tops = jnp.where(owner[:, :, None, None], part.top[None], MASKED)
-    top = jnp.maximum(softmax.top, jnp.max(tops, axis=1))
+    top = softmax.top.at[rows].max(part.top, mode="drop")
     keep = jnp.exp(softmax.top - top)
-    share = jnp.exp(jnp.minimum(part.top - top[slots], 0.0))
-    total = _sum_by_owner(part.total * share, owner)
-    values = _sum_by_owner(part.values * share[..., None], owner)
-    return PartialSoftmax(
-        top, softmax.total * keep + total, softmax.values * keep[..., None] + values
-    )
-
-
-def _sum_by_owner(x: jax.Array, owner: jax.Array) -> jax.Array:
-    """Sums of `[R, ...]` over what each of B owns: a product, in which 0 x NaN must not be NaN."""
-
-    def summed(x: jax.Array) -> jax.Array:
-        return jnp.einsum("br,r...->b...", owner.astype(jnp.float32), x, precision="highest")
-
-    is_finite = jnp.isfinite(x)
-    is_lost = summed((~is_finite).astype(jnp.float32)) > 0
-    return jnp.where(is_lost, jnp.nan, summed(jnp.where(is_finite, x, 0.0)))
+    share = jnp.exp(part.top - top.at[rows].get(mode="clip"))
+    total = (softmax.total * keep).at[rows].add(part.total * share, mode="drop")
+    kept = softmax.values * keep[..., None]
+    values = kept.at[rows].add(part.values * share[..., None], mode="drop")
+    return PartialSoftmax(top, total, values)

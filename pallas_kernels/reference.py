@@ -16,7 +16,7 @@ from paxkv.pallas_kernels.online_softmax import (
     PartialSoftmax,
     empty_softmax,
     merge,
-    merge_into_owners,
+    merge_into_rows,
     normalise,
     tile_softmax,
 )
@@ -24,8 +24,8 @@ from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_
 
 # Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
 # waste the last one.
-_DECODE_TILE_TOKENS = 192  # keys of one slot that are gathered together
-_DECODE_TILES = 64  # tiles a turn at most, and no more than one for each row
+_DECODE_TILE_TOKENS = 128  # keys of one slot that are gathered together
+_DECODE_TILES = 32  # tiles a turn at most, and no more than two for each row
 _PREFILL_TILE_QUERIES = 64
 _PREFILL_TILE_TOKENS = 128
 
@@ -99,19 +99,20 @@ def _decode(
     they are, and merges them into their owners. Uneven lengths cost nothing. The list is the same
     for all layers, so XLA makes it once per step.
     """
+    del rows  # tiles find their own
     queries, _, _, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, _ = arrays
     scale, window, soft_cap, _ = settings
+    num_rows, num_heads, head_dim = queries.shape
     num_slots, max_pages = block_tables.shape
-    num_pages, num_kv_heads, page_size, head_dim = key_pages.shape
-    group = queries.shape[1] // num_kv_heads
+    num_pages, num_kv_heads, page_size, _ = key_pages.shape
+    by_head = num_rows, num_kv_heads, num_heads // num_kv_heads
+    queries = queries.reshape(*by_head, head_dim)
     tile_pages = min(max(1, _DECODE_TILE_TOKENS // page_size), max_pages)
     tile_tokens = tile_pages * page_size
     most_tiles = num_slots * -(-max_pages // tile_pages)
-    turn = min(_DECODE_TILES, queries.shape[0], most_tiles)
+    turn = min(_DECODE_TILES, 2 * num_rows, most_tiles)
 
-    row_of_slot = jnp.minimum(cu_q_lens[:-1], queries.shape[0] - 1)
     has_query = (cu_q_lens[1:] > cu_q_lens[:-1]) & (kv_lens > 0)
-    slot_queries = queries[row_of_slot].reshape(num_slots, num_kv_heads, group, head_dim)
     first_seen = None if window is None else jnp.maximum(kv_lens - window, 0)
     first_tile = jnp.zeros_like(kv_lens) if first_seen is None else first_seen // tile_tokens
     in_table = jnp.minimum(kv_lens, max_pages * page_size)
@@ -129,31 +130,28 @@ def _decode(
         jnp.where(is_tile, kv_lens[slots], 0),
         num_columns=tile_pages, num_pages=num_pages, page_size=page_size,
     )  # fmt: skip
-    owner = (slots[:, None] == jnp.arange(num_slots, dtype=jnp.int32)[None]) & is_tile[:, None]
+    owners = jnp.where(is_tile, cu_q_lens[slots], num_rows)  # the rows whose tiles they are
 
     def merge_some_tiles(
         state: tuple[jax.Array, PartialSoftmax],
     ) -> tuple[jax.Array, PartialSoftmax]:
         done, softmax = state
-        some, their_slots, their_owner = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, done, turn), (tiles, slots, owner)
+        some, their_rows = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, done, turn), (tiles, owners)
         )
         part = tile_softmax(
-            slot_queries[their_slots],
+            queries.at[their_rows].get(mode="clip"),
             gather_pages(key_pages, some.page_ids),
             gather_pages(value_pages, some.page_ids, start=some.start, stop=some.stop),
             some.is_key[:, None], scale, soft_cap,
         )  # fmt: skip
-        return done + turn, merge_into_owners(softmax, part, their_slots, their_owner.T)
+        return done + turn, merge_into_rows(softmax, part, their_rows)
 
-    empty = empty_softmax((num_slots, num_kv_heads, group), head_dim)
+    empty = empty_softmax(by_head, head_dim)
     _, softmax = lax.while_loop(
         lambda state: state[0] < tiles_until[-1], merge_some_tiles, (jnp.int32(0), empty)
     )
-    by_slot = jax.tree.map(
-        lambda x: x.reshape(num_slots, num_kv_heads * group, *x.shape[3:]), softmax
-    )
-    return jax.tree.map(lambda x: x[rows.slots], by_slot)
+    return jax.tree.map(lambda x: x.reshape(num_rows, num_heads, *x.shape[3:]), softmax)
 
 
 def _prefill(
