@@ -51,8 +51,9 @@ class LlamaLayer(nnx.Module):
         heads, cache = cache.attend(index, queries, rotated[:, :, -1], qkv[:, :, -1])
         x = x + linear(heads.reshape(num_tokens, -1), self.out, self.out_bias)
         normed = rms_norm(x, self.mlp_norm, self.norm_eps)
-        gate_up = linear(normed, self.gate_up, self.gate_up_bias)  # [T, 2, F]
-        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        # Rounded once, after the product: a CPU computes it in half the time.
+        gate_up = wide_linear(normed, self.gate_up, self.gate_up_bias)  # f32[T, 2, F]
+        inner = (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]).astype(x.dtype)
         return x + linear(inner, self.down, self.down_bias), cache
 
 
@@ -108,7 +109,12 @@ def rms_norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """`x` `[T, I]` by weights `[..., I]`, plus the bias: `[T, ...]` in `x`'s dtype.
+    """`wide_linear`, rounded to `x`'s dtype."""
+    return wide_linear(x, weight, bias).astype(x.dtype)
+
+
+def wide_linear(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """`x` `[T, I]` by weights `[..., I]`, plus the bias: `f32[T, ...]`.
 
     Float32 weights are `[I, ...]`, see `input_first`.
     """
@@ -122,7 +128,7 @@ def linear(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> ja
         out = out.reshape(-1, *shape[:-1])
     if bias is not None:
         out = out + bias[...].astype(jnp.float32)[None]
-    return out.astype(x.dtype)
+    return out
 
 
 def input_first(dtype: DTypeLike) -> bool:

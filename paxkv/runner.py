@@ -34,13 +34,16 @@ _FEW_ROWS = 8  # fewer cost a decode step little less
 def decode_rows(num_decoding: int, num_slots: int) -> int:
     """The rows of a decode step: few numbers, so that few programs are compiled.
 
-    Of 64 slots, one that decodes takes 1 row, up to 8 take 8, others the next power of two.
+    Of 64 slots, those that decode take the next of 1, 8, 16, 24, 32, 48 and 64 rows.
     """
     if num_slots <= _FEW_ROWS:
         return num_slots
     if num_decoding <= 1:
         return 1
-    return min(num_slots, max(_FEW_ROWS, 1 << (num_decoding - 1).bit_length()))
+    power = max(_FEW_ROWS, 1 << (num_decoding - 1).bit_length())
+    between = power * 3 // 4
+    rows = between if between > 2 * _FEW_ROWS and num_decoding <= between else power
+    return min(num_slots, rows)
 
 
 class Runner:
