@@ -25,7 +25,7 @@ from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_
 # Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
 # waste the last one.
 _DECODE_TILE_TOKENS = 128  # keys of one slot that are gathered together
-_DECODE_TILES = 64  # tiles a turn at most, and no more than two for each row
+_DECODE_TILES = 32  # tiles a turn at most, and no more than two for each row
 _PREFILL_TILE_QUERIES = 64
 _PREFILL_TILE_TOKENS = 128
 
