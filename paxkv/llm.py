@@ -423,7 +423,7 @@ def _num_pages(
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(f"prompts={prompts!r:.60} must be text, token ids, or several of them")
     items: list[Any] = list(prompts)
     return [items] if items and isinstance(items[0], numbers.Integral) else items

@@ -41,9 +41,10 @@ def test_text_without_a_tokenizer_is_refused_and_ids_are_not():
     assert bad.finish_reason == "error" and "tokenizer" in str(bad.error)
 
 
-def test_what_is_no_prompt_is_refused():
-    with pytest.raises(ValueError, match="prompts=5 must be text, token ids, or several of them"):
-        make_llm().generate(5, GREEDY)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("prompts", [5, np.array(5)])
+def test_what_is_no_prompt_is_refused(prompts):
+    with pytest.raises(ValueError, match="must be text, token ids, or several of them"):
+        make_llm().generate(prompts, GREEDY)
 
 
 def test_params_are_one_for_all_or_one_each():
