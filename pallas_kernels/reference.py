@@ -22,8 +22,8 @@ from paxkv.pallas_kernels.online_softmax import (
 )
 from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_tokens
 
-# Measured on CPUs (benchmarks/bench_attention.py): fewer tokens a turn pay more for the turn, more
-# waste the last one.
+# Measured on CPUs (benchmarks/bench_serving.py and bench_paging.py): fewer tokens a turn pay more
+# for the turn, more waste the last one.
 _DECODE_TILE_TOKENS = 128  # keys of one slot that are gathered together
 _DECODE_TILES = 32  # tiles a turn at most, and no more than two for each row
 _PREFILL_TILE_QUERIES = 64
@@ -96,7 +96,7 @@ def _decode(
     """At most one query per sequence: tiles of many sequences side by side.
 
     All tiles of all sequences form one list; each turn of the loop takes the next few, whosever
-    they are, and merges them into their owners. Uneven lengths cost nothing. The list is the same
+    they are, and merges them into their rows. Uneven lengths cost nothing. The list is the same
     for all layers, so XLA makes it once per step.
     """
     del rows  # tiles find their own

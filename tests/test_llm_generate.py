@@ -43,7 +43,8 @@ def test_text_without_a_tokenizer_is_refused_and_ids_are_not():
 
 @pytest.mark.parametrize("prompts", [5, np.array(5)])
 def test_what_is_no_prompt_is_refused(prompts):
-    with pytest.raises(ValueError, match="must be text, token ids, or several of them"):
+    message = f"prompts={prompts!r} must be text, token ids, or several of them"
+    with pytest.raises(ValueError, match=re.escape(message)):
         make_llm().generate(prompts, GREEDY)
 
 
