@@ -4,6 +4,7 @@ Both walks below visit only tiles of keys that hold tokens a query may see, so t
 the tokens stored and not the width of the block table.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from paxkv.pallas_kernels.ragged import Ragged, is_page, ragged_rows, write_new_
 # Measured on CPUs (benchmarks/bench_serving.py and bench_paging.py): fewer tokens a turn pay more
 # for the turn, more waste the last one.
 _DECODE_TILE_TOKENS = 128  # keys of one slot that are gathered together
-_DECODE_TILES = 32  # tiles a turn at most, and no more than two for each row
+_DECODE_TILES = (64, 32)  # tiles a turn, while there are so many and then; at most 2 for each row
 _PREFILL_TILE_QUERIES = 64
 _PREFILL_TILE_TOKENS = 128
 
@@ -95,9 +96,10 @@ def _decode(
 ) -> PartialSoftmax:  # of [T, N]
     """At most one query per sequence: tiles of many sequences side by side.
 
-    All tiles of all sequences form one list; each turn of the loop takes the next few, whosever
-    they are, and merges them into their rows. Uneven lengths cost nothing. The list is the same
-    for all layers, so XLA makes it once per step.
+    All tiles of all sequences form one list; each turn of a loop takes the next ones, whosever they
+    are, and merges them into their rows: many while there are many, then few, so that the last turn
+    has little to waste. Uneven lengths cost nothing. The list is the same for all layers, so XLA
+    makes it once per step.
     """
     del rows  # tiles find their own
     queries, _, _, key_pages, value_pages, block_tables, kv_lens, cu_q_lens, _ = arrays
@@ -110,7 +112,7 @@ def _decode(
     tile_pages = min(max(1, _DECODE_TILE_TOKENS // page_size), max_pages)
     tile_tokens = tile_pages * page_size
     most_tiles = num_slots * -(-max_pages // tile_pages)
-    turn = min(_DECODE_TILES, 2 * num_rows, most_tiles)
+    many, few = (min(turn, 2 * num_rows, most_tiles) for turn in _DECODE_TILES)
 
     has_query = (cu_q_lens[1:] > cu_q_lens[:-1]) & (kv_lens > 0)
     first_seen = None if window is None else jnp.maximum(kv_lens - window, 0)
@@ -120,7 +122,7 @@ def _decode(
     num_tiles = jnp.where(has_query, num_tiles, 0)
     tiles_until = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
-    number = jnp.arange(-(-most_tiles // turn) * turn, dtype=jnp.int32)
+    number = jnp.arange(most_tiles + few, dtype=jnp.int32)  # no turn reaches past the end
     slots = jnp.searchsorted(tiles_until, number, side="right", method="compare_all")
     slots = jnp.minimum(slots.astype(jnp.int32), num_slots - 1)
     tile = first_tile[slots] + number - (tiles_until - num_tiles)[slots]
@@ -132,8 +134,8 @@ def _decode(
     )  # fmt: skip
     owners = jnp.where(is_tile, cu_q_lens[slots], num_rows)  # the rows whose tiles they are
 
-    def merge_some_tiles(
-        state: tuple[jax.Array, PartialSoftmax],
+    def merge_tiles(
+        turn: int, state: tuple[jax.Array, PartialSoftmax]
     ) -> tuple[jax.Array, PartialSoftmax]:
         done, softmax = state
         some, their_rows = jax.tree.map(
@@ -147,11 +149,15 @@ def _decode(
         )  # fmt: skip
         return done + turn, merge_into_rows(softmax, part, their_rows)
 
-    empty = empty_softmax(by_head, head_dim)
-    _, softmax = lax.while_loop(
-        lambda state: state[0] < tiles_until[-1], merge_some_tiles, (jnp.int32(0), empty)
-    )
-    return jax.tree.map(lambda x: x.reshape(num_rows, num_heads, *x.shape[3:]), softmax)
+    state = jnp.int32(0), empty_softmax(by_head, head_dim)
+    for turn in sorted({many, few}, reverse=True):
+        at_least = 1 if turn == few else turn
+        state = lax.while_loop(
+            lambda state, at_least=at_least: tiles_until[-1] - state[0] >= at_least,
+            functools.partial(merge_tiles, turn),
+            state,
+        )
+    return jax.tree.map(lambda x: x.reshape(num_rows, num_heads, *x.shape[3:]), state[1])
 
 
 def _prefill(

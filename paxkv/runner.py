@@ -28,21 +28,20 @@ from paxkv.steps import (
 )
 from paxkv.transfer import NUM_STOP_IDS, prefixes_of, rows_of, table_changes
 
-_FEW_ROWS = 8  # fewer cost a decode step little less
+_FEW_SLOTS = 8  # always decoded together, by one program
+_WIDE_STEP = 32  # rows from which on three quarters of a power of two have a program too
 
 
 def decode_rows(num_decoding: int, num_slots: int) -> int:
     """The rows of a decode step: few numbers, so that few programs are compiled.
 
-    Of 64 slots, those that decode take the next of 1, 8, 16, 24, 32, 48 and 64 rows.
+    Of 64 slots, those that decode take the next of 1, 2, 4, 8, 16, 24, 32, 48 and 64 rows.
     """
-    if num_slots <= _FEW_ROWS:
+    if num_slots <= _FEW_SLOTS:
         return num_slots
-    if num_decoding <= 1:
-        return 1
-    power = max(_FEW_ROWS, 1 << (num_decoding - 1).bit_length())
+    power = 1 << (max(num_decoding, 1) - 1).bit_length()
     between = power * 3 // 4
-    rows = between if between > 2 * _FEW_ROWS and num_decoding <= between else power
+    rows = between if power >= _WIDE_STEP and num_decoding <= between else power
     return min(num_slots, rows)
 
 

@@ -46,8 +46,10 @@ def test_any_lengths_match_dense_attention(lengths, page_size, window, seed):
         Case(lengths=((1, 384),), page_size=128, max_pages=3, num_rows=1),
         Case(lengths=((1, 320),) * 3, page_size=64, max_pages=5, num_rows=3),
         Case(lengths=((1, 500), (1, 7), (0, 40), (1, 129))),
+        Case(lengths=((1, 256),) * 33, page_size=128, max_pages=2, num_rows=33),
+        Case(lengths=(*[(1, 300)] * 39, (1, 20)), num_rows=40, num_pages=1000),
     ],
-    ids=["full_table", "full_tables", "uneven"],
+    ids=["full_table", "full_tables", "uneven", "long_turns_full", "long_turns"],
 )
 def test_turns_over_many_tiles_match_dense_attention(case):
     inputs = random_inputs(case, jnp.float32)

@@ -404,8 +404,8 @@ def test_what_a_step_raises_reaches_who_waits_for_it(monkeypatch):
 
 def test_decode_works_on_as_many_rows_as_few_programs_allow():
     assert [decode_rows(n, 8) for n in (0, 1, 8)] == [8, 8, 8]
-    assert [decode_rows(n, 40) for n in (0, 1, 2, 8, 9, 17, 25, 33)] == [1, 1, 8, 8, 16, 24, 32, 40]
-    assert {decode_rows(n, 64) for n in range(65)} == {1, 8, 16, 24, 32, 48, 64}
+    assert [decode_rows(n, 40) for n in (0, 1, 2, 3, 8, 9, 17, 33)] == [1, 1, 2, 4, 8, 16, 24, 40]
+    assert {decode_rows(n, 64) for n in range(65)} == {1, 2, 4, 8, 16, 24, 32, 48, 64}
     assert all(decode_rows(n, 100) >= n for n in range(101))
 
 
