@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 from paxkv.engine import Engine
 from paxkv.engine_checks import check_max_steps
@@ -26,7 +26,7 @@ class AsyncEngine:
         check_max_steps(max_steps)
         self.engine = engine
         self._max_steps = max_steps
-        self._has_news: dict[int, asyncio.Event] = {}  # by the id of a request that is awaited
+        self._has_news: set[asyncio.Event] = set()  # of each request that is awaited
         self._driver: asyncio.Task[None] | None = None
 
     async def stream(self, request: Request) -> AsyncGenerator[list[int]]:
@@ -49,6 +49,8 @@ class AsyncEngine:
                 if new := request.output[num_read:]:
                     num_read += len(new)
                     yield new
+        if new := request.output[num_read:]:  # another thread's steps brought the last ones
+            yield new
         if request.error:
             raise request.error
 
@@ -69,15 +71,14 @@ class AsyncEngine:
     async def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Ends a request now; see `Engine.abort`. Who awaits it is told."""
         await asyncio.to_thread(self.engine.abort, request_id, reason)
-        self._wake([request_id])
+        self._wake()
 
     async def _follow(self, request: Request) -> AsyncGenerator[None]:
         """Adds a request; yields whenever there is news of it, for the last time at its end."""
         news = asyncio.Event()
         await self._add(request)
         try:
-            for part in (request, *request.samples):
-                self._has_news[part.id] = news
+            self._has_news.add(news)
             while request.finish_reason is None:
                 self._drive()
                 await news.wait()
@@ -87,8 +88,7 @@ class AsyncEngine:
                     self._driver.result()  # raises what a step raised
                 yield
         finally:
-            for part in (request, *request.samples):
-                self._has_news.pop(part.id, None)
+            self._has_news.discard(news)
             if request.finish_reason is None:
                 await asyncio.shield(asyncio.to_thread(self.engine.abort, request.id))
 
@@ -113,12 +113,12 @@ class AsyncEngine:
     async def _steps(self) -> None:
         try:
             while self.engine.has_work:
-                changed = await asyncio.to_thread(self.engine.step, self._max_steps)
-                self._wake(request.id for request in changed)
+                await asyncio.to_thread(self.engine.step, self._max_steps)
+                self._wake()
         finally:
-            self._wake(list(self._has_news))
+            self._wake()
 
-    def _wake(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            if request_id in self._has_news:
-                self._has_news[request_id].set()
+    def _wake(self) -> None:
+        """Has all look for news: other threads' steps bring some too, of any request."""
+        for has_news in self._has_news:
+            has_news.set()

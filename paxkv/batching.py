@@ -154,6 +154,8 @@ class ContinuousBatching:
             self.stats.swapped_tokens += self._swapper.bring_back(slot, request)
             self.stats.recomputed_tokens += max(0, request.num_sent_back - request.num_stored)
             request.num_sent_back = 0
+            if request.needs_prompt_logprobs:  # of what is stored again they are told again
+                del request.prompt_logprobs[request.num_stored + 1 :]
 
     def _prefill(self) -> list[tuple[dict[int, int], PromptLogprobs]]:
         """Stores prompts, a chunk of them if requests decode; returns what is still to be fetched.
@@ -240,5 +242,5 @@ class ContinuousBatching:
             self._memory_trace.write_request(ended)
         whole = self.live.get(ended.family) if ended.family is not None else None
         if whole and all(sample.finish_reason for sample in whole.samples):
-            whole.finish_reason, whole.error = ended.finish_reason, ended.error
+            whole.error, whole.finish_reason = ended.error, ended.finish_reason
             del self.live[whole.id]

@@ -1,7 +1,6 @@
 """Runs many requests over one pool of pages: tokens in, tokens out. Text is `paxkv.llm`'s."""
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from paxkv.runner import Runner
 from paxkv.samples import sample_params
 from paxkv.scheduler import Scheduler
 from paxkv.slots import DEFAULT_PROCESSOR, Slots
-from paxkv.turns import alone
+from paxkv.turns import Turns, alone, between
 
 _WARMING = SamplingParams(max_tokens=1, temperature=0.0).with_defaults()
 
@@ -123,11 +122,13 @@ class Engine:
                 f"{page_size=} must be at least 1 token, and {num_pages=} at least 2: the null "
                 "page serves nobody"
             )
+        if max_waiting is not None and max_waiting < 1:
+            raise ValueError(f"{max_waiting=} must be at least 1, or None for any number")
         if not 0 <= max_pinned_share <= 1:
             raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
         if preemption not in ("recompute", "swap", "auto"):
             raise ValueError(f'{preemption=} must be "recompute", "swap" or "auto"')
-        self.lock = threading.RLock()
+        self.turns = Turns()
         self.max_prefill_tokens = max_prefill_tokens
         self.max_burst = max_burst
         self.page_bytes = page_bytes(decoder.layer_groups, page_size=page_size, dtype=dtype)
@@ -243,6 +244,11 @@ class Engine:
             ValueError: It can never be served; the message says why and what would help.
             QueueFull: As many requests wait as may.
         """
+        if self._max_waiting is not None and request.params.num_samples > self._max_waiting:
+            raise ValueError(
+                f"{request.params.num_samples} samples wait together, and "
+                f"max_waiting={self._max_waiting} requests may: ask for fewer, or raise max_waiting"
+            )
         self.prepare(request)
         parts, num_waiting = request.parts, len(self._scheduler.waiting)
         if self._max_waiting is not None and num_waiting + len(parts) > self._max_waiting:
@@ -262,8 +268,10 @@ class Engine:
         Raises:
             ValueError: It can never be served, or was added before.
         """
-        if request.id >= 0:
-            raise ValueError(f"the request was added before, as {request.id}: make a new one")
+        if request.id != -1:
+            raise ValueError(
+                f"the request was added before, as {request.id}: make a new one, without an id"
+            )
         whole_numbers(priority=request.priority)
         stops = (*request.params.stop_token_ids, *request.stop_token_ids)
         request.stop_token_ids = tuple(dict.fromkeys(stops))
@@ -295,9 +303,12 @@ class Engine:
         check_max_steps(max_steps)
         return self._batching.step(max_steps)
 
-    @alone
+    @between
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request now, with all its samples. One that is not known any more is no error."""
+        """Ends a request now, with all its samples. One that is not known any more is no error.
+
+        A signal handler that interrupts a step has it end the request after that step.
+        """
         request = self._batching.live.get(request_id)
         if request is not None:
             for part in request.parts:
@@ -313,7 +324,9 @@ class Engine:
             max_steps: Decode steps between two looks.
 
         Raises:
-            ValueError: No such request is live, or it has several samples.
+            ValueError: No such request is live, or it has several samples. Where threads share an
+                engine, another one's steps may have ended it since it was added: its `output` says
+                what it got.
             RequestError: It was not served to its end.
         """
         request = self._batching.live.get(request_id)
@@ -330,15 +343,17 @@ class Engine:
         num_read = 0
         try:
             while True:
+                # Asked before the tokens are read: another thread may add the last ones now.
+                has_ended = request.finish_reason is not None
                 if new := request.output[num_read:]:
                     num_read += len(new)
                     yield new
+                elif not has_ended:
+                    self.step(max_steps)
                 elif request.error:
                     raise request.error
-                elif request.finish_reason:
-                    return
                 else:
-                    self.step(max_steps)
+                    return
         finally:
             self.abort(request.id)
 
@@ -404,7 +419,7 @@ class Engine:
             )
         index = self._scheduler.index
         full = list(tokens[: len(tokens) - len(tokens) % self.page_size])
-        with self.lock:  # until it is pinned: other threads' requests could take its pages
+        with self.turns.lock:  # until it is pinned: other threads' requests could take its pages
             if full:
                 request = Request(prompt=[*full, full[-1]], params=_WARMING, prefix_key=prefix_key)
                 for _ in self.stream(self.add(request)):
@@ -476,8 +491,16 @@ class Engine:
         self._runner.decoder = jax.device_put(decoder)  # once, not at every step
 
     def _refuse_while_begun(self, on_what: str) -> None:
-        # One without output may have a part of its prompt in a copy on the host.
-        waiting = [r for r in self._scheduler.waiting if r.output or r.num_sent_back]
+        # One without output may have a part of its prompt in a copy on the host; and samples are
+        # judged beside those of the same prompt that have ended.
+        begun_families = {
+            whole.id for whole in self._batching.live.values()
+            if any(sample.finish_reason for sample in whole.samples)
+        }  # fmt: skip
+        waiting = [
+            r for r in self._scheduler.waiting
+            if r.output or r.num_sent_back or r.family in begun_families
+        ]  # fmt: skip
         if begun := len(self._scheduler.running) + len(waiting):
             raise RuntimeError(
                 f"{begun} requests are running on {on_what}: finish or abort them first"

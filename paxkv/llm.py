@@ -196,13 +196,14 @@ class LLM:
                     running[i] = OutputSamples(request, self.tokenizer)
             while running:
                 self._step(running.values())
-                # The caller may use this LLM between two yields, so any request may have news.
-                for i, samples in list(running.items()):
-                    for sample in samples.advance():
-                        self.engine.abort(sample.id, "stop")
-                    if samples.has_ended:
-                        del running[i]
-                        yield i, samples.completion()
+                # The caller may use this LLM between two yields, and other threads may at any time:
+                # each request may have news, and has no more of them while it is read.
+                with self.engine.turns.lock:
+                    for samples in running.values():
+                        for sample in samples.advance():
+                            self.engine.abort(sample.id, "stop")
+                for i in [i for i, samples in running.items() if samples.has_ended]:
+                    yield i, running.pop(i).completion()
         finally:
             for samples in running.values():
                 self.engine.abort(samples.request.id)
@@ -228,11 +229,13 @@ class LLM:
         output = OutputText(request, self.tokenizer)
         try:
             while True:
-                self.engine.step(_STREAM_BURST)
-                text = output.advance()
-                if output.has_stopped:
-                    self.engine.abort(request.id, "stop")
-                if request.finish_reason is not None:
+                with self.engine.turns.lock:  # no news between these, by other threads' steps
+                    self.engine.step(_STREAM_BURST)
+                    text = output.advance()
+                    if output.has_stopped:
+                        self.engine.abort(request.id, "stop")
+                    has_ended = request.finish_reason is not None
+                if has_ended:
                     completion = best_samples([output.completion()], params)
                     yield StreamPiece(text=text, completion=completion)
                     return

@@ -120,11 +120,12 @@ def take_tokens(request: Request, news: News, slot: int) -> int:
                     news.top_logprobs[slot, i, : request.params.logprobs],
                 )
             )
-    request.finish_reason = _REASONS[int(news.finish[slot])]
-    if request.finish_reason == "error":
+    reason = _REASONS[int(news.finish[slot])]
+    if reason == "error":
         request.error = NoToken(
             "no token could be chosen: the logits hold NaN or infinity, or every token is forbidden"
         )
+    request.finish_reason = reason  # last: another thread that sees it sees all of the answer
     return count
 
 

@@ -8,6 +8,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+class Turns:
+    """What methods that take turns share: whose turn it is, and what is put off until it ends."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.put_off: list[Callable[[], Any]] | None = None  # None: no method runs
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """One turn; within another one of the same thread, a part of it."""
+        with self.lock, uninterrupted():
+            if self.put_off is not None:
+                yield
+                return
+            self.put_off = []
+            try:
+                yield
+            finally:
+                # Nothing is lost that is put off between these two: it is in the same list.
+                calls, self.put_off = self.put_off, None
+                for call in calls:
+                    call()
+
+
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Has Ctrl-C wait for the end of the block; a second one does not wait.
@@ -37,12 +61,32 @@ def uninterrupted() -> Iterator[None]:
 
 
 def alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Has a method wait for its object's `lock`, and Ctrl-C for the method's end."""
+    """Has a method wait for its turn, by its object's `turns`, and Ctrl-C for the method's end."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         owner: Any = args[0]
-        with owner.lock, uninterrupted():
+        with owner.turns.take():
             return method(*args, **kwargs)
+
+    return run
+
+
+def between[**P](method: Callable[P, None]) -> Callable[P, None]:
+    """Like `alone`, but never within another method: then it is put off until that one's end.
+
+    A thread may call such a method while it is in the middle of another one: a signal handler
+    does, or a generator's `finally` when the garbage collector finds it.
+    """
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        owner: Any = args[0]
+        with owner.turns.lock:
+            if owner.turns.put_off is not None:
+                owner.turns.put_off.append(functools.partial(run, *args, **kwargs))
+                return
+            with owner.turns.take():
+                method(*args, **kwargs)
 
     return run

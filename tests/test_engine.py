@@ -170,6 +170,7 @@ def test_requests_without_a_seed_draw_from_the_engines():
 
 def test_request_that_can_never_fit_is_refused_and_the_others_are_served():
     engine = make_engine(HISTORY, num_pages=8, num_slots=3)  # 7 usable pages of 4: 28 tokens
+    assert engine.num_pages == engine._scheduler.num_pages == 7
     with pytest.raises(ValueError, match=r"the prompt has 30 tokens.*29: the pool holds 28 tokens"):
         add(engine, [1] * 30, settled(max_tokens=2))
     [small] = serve(engine, [[1] * 4], settled(max_tokens=2))
@@ -282,6 +283,29 @@ def test_prompt_logprobs_are_told_once_though_the_request_begins_again():
         assert len(request.prompt_logprobs) == len(request.prompt)
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_prompt_logprobs_are_right_though_the_request_was_sent_back_half_stored(preemption):
+    *short, long = random_prompts([8] * 6 + [100], seed=3)
+    wanted = settled(max_tokens=4, prompt_logprobs=2)
+    sizes = {"max_length": 200, "prefix_caching": False}
+    [right] = serve(make_engine(HISTORY, num_pages=257, **sizes), [long], wanted)
+    engine = make_engine(
+        HISTORY, num_slots=8, num_pages=81, preemption=preemption, prefill_chunk=16, **sizes
+    )
+    others = [add(engine, prompt, settled(max_tokens=60)) for prompt in short]
+    while len(others[0].output) < 24:
+        engine.step(1)
+    request, most = add(engine, long, wanted), 0
+    while request.num_stored >= most:  # until it is sent back
+        most = request.num_stored
+        engine.step(1)
+    assert 0 < most < len(long) - 1
+    run(engine)
+    for found, due in zip(request.prompt_logprobs[1:], right.prompt_logprobs[1:], strict=True):
+        assert found and due and found.token_id == due.token_id
+        np.testing.assert_allclose(found.logprob, due.logprob, atol=1e-4)
+
+
 def test_request_with_nan_logits_ends_with_an_error_alone():
     table = np.zeros((VOCAB, VOCAB), np.float32)
     table[:, 5] = 1.0
@@ -334,6 +358,15 @@ def test_exception_between_steps_or_while_results_are_fetched_leaves_a_working_e
         engine.abort(request.id)
     [again] = serve(engine, [PROMPTS[1]], settled())
     assert again.output == expected
+
+
+def test_weights_are_not_changed_between_samples_of_one_prompt():
+    engine = make_engine(tiny_decoder(), num_slots=1)
+    request = add(engine, PROMPTS[1], settled(max_tokens=2, n=2))
+    while not any(sample.finish_reason for sample in request.samples):
+        engine.step()
+    with pytest.raises(RuntimeError, match="1 requests are running on the old weights"):
+        engine.set_decoder(tiny_decoder(seed=1))
 
 
 def test_new_weights_are_used_once_nothing_runs_on_the_old():

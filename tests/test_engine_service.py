@@ -67,6 +67,14 @@ def test_request_of_least_priority_is_the_one_sent_back():
     assert [late.output, first.output] == [alone((*SHORT[0],), 40), alone((*SHORT[1],), 30)]
 
 
+def test_more_samples_than_may_wait_are_refused_for_good():
+    engine = make_engine(HISTORY, max_waiting=2)
+    with pytest.raises(ValueError, match="3 samples wait together, and max_waiting=2 requests may"):
+        add(engine, SHORT[0], settled(n=3))
+    with pytest.raises(ValueError, match="max_waiting=0 must be at least 1"):
+        make_engine(HISTORY, max_waiting=0)
+
+
 def test_queue_that_is_full_refuses_and_changes_nothing():
     engine = make_engine(HISTORY, num_slots=1, max_waiting=3)
     requests = [add(engine, prompt, settled()) for prompt in SHORT[:2]]
@@ -177,6 +185,7 @@ def test_abort_takes_all_samples_out_and_unknown_ids_do_no_harm():
     assert both.finish_reason == "abort" and not engine._scheduler.running
     assert set(engine._batching.live) == {waiting.id} and pages_held(engine) == 0
     engine.abort(waiting.id)
+    assert waiting not in engine._scheduler.waiting
     sent_back = add(engine, SHORT[2], settled(max_tokens=50))
     rest = add(engine, SHORT[3], settled(max_tokens=50))
     while not engine.stats.num_preemptions:
@@ -185,8 +194,9 @@ def test_abort_takes_all_samples_out_and_unknown_ids_do_no_harm():
     for request_id in (both.id, 1234, waiting.id, rest.id, rest.id, -1):
         engine.abort(request_id)
         check_engine(engine)
+    assert rest not in engine._scheduler.waiting and rest.finish_reason == "abort"
     run(engine)
-    assert sent_back.output == alone((*SHORT[2],), 50)
+    assert sent_back.output == alone((*SHORT[2],), 50) and waiting.output == []
     assert rest.output == alone((*SHORT[3],), 50)[: len(rest.output)]
     assert is_forgotten(engine)
 
@@ -318,7 +328,7 @@ def test_requests_of_an_event_loop_are_served_side_by_side():
 
 
 def test_request_of_an_event_loop_ends_when_its_reader_leaves():
-    engine = make_engine(HISTORY, max_waiting=2)
+    engine = make_engine(HISTORY, max_waiting=1)
     server = AsyncEngine(engine, max_steps=1)
 
     async def main():
@@ -340,8 +350,10 @@ def test_request_of_an_event_loop_ends_when_its_reader_leaves():
             await asyncio.sleep(0.01)
         await server.abort(aborted.id)
         assert (await task) is aborted
+        waiting = engine.add(Request(prompt=SHORT[2], params=settled(max_tokens=50)))
         with pytest.raises(QueueFull):
-            await server.serve(Request(prompt=SHORT[3], params=settled(n=3)))
+            await server.serve(Request(prompt=SHORT[3], params=settled()))
+        engine.abort(waiting)
         with pytest.raises(ValueError, match="a stream gives one sample, and 2 are asked for"):
             await anext(server.stream(Request(prompt=SHORT[3], params=settled(n=2))))
         return left, cancelled, aborted
@@ -357,7 +369,7 @@ def test_request_whose_client_leaves_before_it_is_queued_is_not_served():
     request = Request(prompt=SHORT[0], params=settled(max_tokens=50))
 
     async def main():
-        with engine.lock:  # as during a step
+        with engine.turns.lock:  # as during a step
             task = asyncio.create_task(server.serve(request))
             await asyncio.sleep(0.1)  # a thread waits to add it
             task.cancel()

@@ -139,6 +139,31 @@ def test_pages_that_two_requests_fill_alike_are_merged():
     assert_all_pages_come_back(engine)
 
 
+def test_who_borrows_a_page_of_a_request_that_still_decodes_writes_to_a_copy():
+    engine = make_engine(HISTORY)
+    [prompt] = random_prompts([6])
+    its = [settled(max_tokens=6, temperature=1.0, seed=seed) for seed in (1, 2)]
+    lender = add(engine, prompt, its[0])
+    engine.step(3)  # 8 tokens are stored: the second page is full, with two of its own answer
+    assert all(len(node.tokens) == 4 for node in engine._scheduler.index.nodes())
+    keys, table = engine._runner.cache[0][0].k_pages[0], engine._runner.cache[0][1]
+    page = int(table.block_tables[0, 1])
+    before = np.array(keys[page])
+    borrower = add(engine, prompt, its[1])
+    engine.step(1)
+    check_engine(engine)
+    assert engine.stats.prefix_tokens_copied == 1  # of the second page; the last is recomputed
+    keys, table = engine._runner.cache[0][0].k_pages[0], engine._runner.cache[0][1]
+    np.testing.assert_array_equal(np.array(keys[page]), before)
+    assert table.block_tables[0, 1] == page != table.block_tables[1, 1]
+    run(engine)
+    for request in (lender, borrower):
+        assert request.output == alone(tuple(prompt), request.params)[0]
+    [again] = serve(engine, [prompt], its[0])
+    assert again.output == lender.output != borrower.output
+    assert_all_pages_come_back(engine)
+
+
 def test_answer_is_part_of_the_prefix_of_the_next_question():
     engine = make_engine(HISTORY)
     [first] = serve(engine, [SYSTEM], settled(max_tokens=13))
@@ -251,9 +276,9 @@ def test_prefix_is_warmed_though_another_thread_serves_what_waits(monkeypatch):
     add_request = engine.add
 
     def serve_all():
-        if engine.lock.acquire(blocking=False):
+        if engine.turns.lock.acquire(blocking=False):
             run(engine)
-            engine.lock.release()
+            engine.turns.lock.release()
 
     def add_and_let_others_in(request):
         request_id = add_request(request)
