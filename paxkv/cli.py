@@ -129,9 +129,10 @@ def generate(
 
     One prompt is streamed; many, or several samples, are served together,
     with a progress bar.
-    Ctrl-C keeps what is done. The text goes to standard output, everything
-    else to standard error. The exit status is 1 if a prompt could not be
-    served, the others being there.
+    Ctrl-C keeps what is done and ends after the step under way, which may
+    be compiling; pressed again, it waits no longer. The text goes to
+    standard output, everything else to standard error. The exit status is 1 if a
+    prompt could not be served, the others being there.
 
     Examples:
         paxkv generate "Why do operating systems use pages?"
@@ -172,7 +173,18 @@ def generate(
 
 
 @app.command()
-def info(model: Model = None, dtype: Dtype = "bfloat16", kv_memory: KVMemory = None) -> None:
+def info(
+    model: Model = None,
+    dtype: Dtype = "bfloat16",
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help='Memory for keys and values, like "512MiB" or "2GB". '
+            "(default: all that is free, less the weights)",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Show what a model needs: weights, bytes per token, and what fits in the memory there is."""
     from paxkv.info import print_info
 
