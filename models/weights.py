@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -80,7 +81,8 @@ def load_weights(
         places = np.moveaxis(array, 0, -1) if is_matrix and input_first(dtype) else array
         for part in parts:
             tensors[part.name].read_into(part.place(places))
-        array = jnp.asarray(array)
+        # Waits for the copy: on a busy machine many arrays would else be held twice.
+        array = jax.block_until_ready(jnp.asarray(array))
         param.set_value(array)
         done_bytes += array.nbytes
         if on_progress is not None:
