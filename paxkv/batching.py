@@ -57,6 +57,23 @@ class ContinuousBatching:
         self._clock = clock
         self._memory_trace = memory_trace
 
+    @property
+    def num_begun(self) -> int:
+        """Requests that run, or wait for the rest of an answer that has begun."""
+        # One without output may have a part of its prompt in a copy on the host; and samples are
+        # judged beside those of the same prompt that have ended.
+        begun_families = {
+            whole.id
+            for whole in self.live.values()
+            if any(sample.finish_reason for sample in whole.samples)
+        }
+        waiting = [
+            request
+            for request in self.scheduler.waiting
+            if request.output or request.num_sent_back or request.family in begun_families
+        ]
+        return len(self.scheduler.running) + len(waiting)
+
     def queue(self, request: Request) -> None:
         """Has a request, or all its samples, wait for their turn."""
         for part in (request, *request.samples):

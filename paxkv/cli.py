@@ -131,8 +131,8 @@ def generate(
     with a progress bar.
     Ctrl-C keeps what is done and ends after the step under way, which may
     be compiling; pressed again, it waits no longer. The text goes to
-    standard output, everything else to standard error. The exit status is 1 if a
-    prompt could not be served, the others being there.
+    standard output, everything else to standard error. The exit status is 1
+    if a prompt could not be served, the others being there.
 
     Examples:
         paxkv generate "Why do operating systems use pages?"

@@ -491,17 +491,7 @@ class Engine:
         self._runner.decoder = jax.device_put(decoder)  # once, not at every step
 
     def _refuse_while_begun(self, on_what: str) -> None:
-        # One without output may have a part of its prompt in a copy on the host; and samples are
-        # judged beside those of the same prompt that have ended.
-        begun_families = {
-            whole.id for whole in self._batching.live.values()
-            if any(sample.finish_reason for sample in whole.samples)
-        }  # fmt: skip
-        waiting = [
-            r for r in self._scheduler.waiting
-            if r.output or r.num_sent_back or r.family in begun_families
-        ]  # fmt: skip
-        if begun := len(self._scheduler.running) + len(waiting):
+        if begun := self._batching.num_begun:
             raise RuntimeError(
                 f"{begun} requests are running on {on_what}: finish or abort them first"
             )
