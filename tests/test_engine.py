@@ -27,21 +27,14 @@ from helpers import (
     settled,
     tiny_decoder,
 )
+from helpers_history import HISTORY, alone
 from paxkv.models.llama import LlamaDecoder
 from paxkv.models.rope import RopeConfig
 from paxkv.request import SamplingParams
 from paxkv.request_state import Request
 
 PROMPTS = random_prompts([1, 9, 30, 5, 17, 2, 12])
-HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
 UNIFORM = StubDecoder(np.zeros(1000, np.float32))
-
-
-@functools.cache
-def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str | None]:
-    """Output and finish reason of a request that has an engine to itself."""
-    [request] = serve(make_engine(HISTORY, num_slots=1), [prompt], params)
-    return request.output, request.finish_reason
 
 
 @pytest.mark.parametrize(
@@ -124,7 +117,7 @@ def test_request_is_served_as_if_alone_in_any_company(arrivals, num_pages, burst
     assert not engine.has_work
     assert pages_held(engine) == 0
     for number, request in enumerate(requests):
-        output, finish_reason = alone(tuple(request.prompt), request.params)
+        output, finish_reason = alone(request.prompt, request.params)
         if number in {n // 2 for n in aborts}:
             assert request.output == output[: len(request.output)]
         else:
@@ -191,11 +184,12 @@ def test_request_that_makes_no_sense_is_refused():
     for prompt in ("abc", (1, 2), np.array([1, 2])):
         with pytest.raises(ValueError, match="must be a list of token ids, found"):
             engine.add(Request(prompt=prompt, params=settled()))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"holds 1\.5, which is no token id"):
-        add(engine, [1, 1.5], settled())  # type: ignore[list-item]
+    for no_token in (1.5, True):
+        with pytest.raises(ValueError, match=f"holds {no_token}, which is no token id"):
+            add(engine, [1, no_token], settled())  # type: ignore[list-item]
     with pytest.raises(ValueError, match="priority='high' must be a whole number"):
         add(engine, [1], settled(), priority="high")
-    with pytest.raises(ValueError, match="17 stop tokens; a request may have 16"):
+    with pytest.raises(ValueError, match="17 stop tokens, and a request may have 16: name fewer"):
         add(engine, [1], settled(stop_token_ids=range(17)))
     with pytest.raises(ValueError, match="max_prefill_tokens=317 must be a power of two"):
         make_engine(HISTORY, max_prefill_tokens=317)
@@ -330,7 +324,7 @@ def test_aborted_requests_give_back_their_pages_and_the_others_go_on():
     run(engine)
     assert requests[1].output == so_far
     for number, request in enumerate(requests):
-        output, reason = alone(tuple(request.prompt), request.params)
+        output, reason = alone(request.prompt, request.params)
         assert request.finish_reason == ("abort" if number in (1, 5) else reason)
         assert number in (1, 5) or request.output == output
     engine.abort(requests[0].id)  # it has ended: nothing happens
@@ -339,7 +333,7 @@ def test_aborted_requests_give_back_their_pages_and_the_others_go_on():
 
 def test_exception_between_steps_or_while_results_are_fetched_leaves_a_working_engine(monkeypatch):
     engine = make_engine(HISTORY)
-    expected, _ = alone(tuple(PROMPTS[1]), settled())
+    expected, _ = alone(PROMPTS[1], settled())
     first = add(engine, PROMPTS[1], settled())
     with pytest.raises(ZeroDivisionError):
         engine.step(2)

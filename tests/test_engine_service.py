@@ -1,7 +1,6 @@
 """Who is served when: priorities, full queues, deadlines, chunks, aborts, and what is told."""
 
 import asyncio
-import functools
 import itertools
 import json
 
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 
 from helpers import (
-    VOCAB,
-    HistoryDecoder,
     add,
     check_engine,
     make_engine,
@@ -20,19 +17,13 @@ from helpers import (
     serve,
     settled,
 )
+from helpers_history import HISTORY, output_alone
 from paxkv.async_engine import AsyncEngine
 from paxkv.errors import DeadlineExceeded, QueueFull
 from paxkv.request_state import Request
 from paxkv.runner import decode_rows
 
-HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
 LONG, *SHORT = random_prompts([50, 4, 7, 9, 5, 6, 8])
-
-
-@functools.cache
-def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    [request] = serve(make_engine(HISTORY, num_slots=1), [prompt], settled(max_tokens=max_tokens))
-    return request.output
 
 
 def is_forgotten(engine) -> bool:
@@ -64,7 +55,7 @@ def test_request_of_least_priority_is_the_one_sent_back():
         check_engine(engine)
     assert late in engine._scheduler.waiting and first in engine._scheduler.running.values()
     run(engine)
-    assert [late.output, first.output] == [alone((*SHORT[0],), 40), alone((*SHORT[1],), 30)]
+    assert [late.output, first.output] == [output_alone(SHORT[0], 40), output_alone(SHORT[1], 30)]
 
 
 def test_more_samples_than_may_wait_are_refused_for_good():
@@ -91,7 +82,7 @@ def test_queue_that_is_full_refuses_and_changes_nothing():
     engine.add(late)  # there is room now
     requests.append(late)
     run(engine)
-    assert [r.output for r in requests] == [alone((*r.prompt,), 8) for r in requests]
+    assert [r.output for r in requests] == [output_alone(r.prompt, 8) for r in requests]
     assert is_forgotten(engine)
 
 
@@ -113,7 +104,7 @@ def test_deadline_ends_requests_that_wait_or_run_and_no_others():
     assert isinstance(runs.error, DeadlineExceeded) and "it has 3 new tokens" in str(runs.error)
     assert "not done 10 seconds after it was added, and timeout_seconds=5" in str(waits.error)
     run(engine)
-    assert free.output == alone((*SHORT[1],), 20)
+    assert free.output == output_alone(SHORT[1], 20)
     assert engine.stats.num_expired == 3 and is_forgotten(engine)
     for strange in (0, "soon"):
         with pytest.raises(ValueError, match=f"timeout_seconds={strange!r} must be above 0"):
@@ -134,7 +125,7 @@ def test_running_requests_go_on_while_a_long_prompt_is_stored():
     engine.step()  # the last token of 49, and a whole burst
     assert len(long.output) == 5
     run(engine)
-    assert [short.output, long.output] == [alone((*SHORT[0],), 40), alone((*LONG,), 5)]
+    assert [short.output, long.output] == [output_alone(SHORT[0], 40), output_alone(LONG, 5)]
 
 
 def test_nothing_is_cut_into_chunks_while_nobody_waits_for_tokens():
@@ -167,10 +158,10 @@ def test_samples_survive_the_one_that_stores_their_prompt(leaves):
         engine._batching.settle(scheduler.preempt())
     check_engine(engine)
     run(engine)
-    whole = alone((*LONG,), 6)
+    whole = output_alone(LONG, 6)
     assert [its.output for its in others] == [whole] * 2
     assert first.output == (whole if leaves == "preemption" else [])
-    assert busy.output == alone((*SHORT[0],), 40)
+    assert busy.output == output_alone(SHORT[0], 40)
     assert is_forgotten(engine)
 
 
@@ -196,8 +187,8 @@ def test_abort_takes_all_samples_out_and_unknown_ids_do_no_harm():
         check_engine(engine)
     assert rest not in engine._scheduler.waiting and rest.finish_reason == "abort"
     run(engine)
-    assert sent_back.output == alone((*SHORT[2],), 50) and waiting.output == []
-    assert rest.output == alone((*SHORT[3],), 50)[: len(rest.output)]
+    assert sent_back.output == output_alone(SHORT[2], 50) and waiting.output == []
+    assert rest.output == output_alone(SHORT[3], 50)[: len(rest.output)]
     assert is_forgotten(engine)
 
 
@@ -215,6 +206,10 @@ def test_request_is_added_once():
     request = add(engine, SHORT[0], settled())
     with pytest.raises(ValueError, match="was added before, as 0: make a new one"):
         engine.add(request)
+    with pytest.raises(ValueError, match="as 7: make a new one, without an id"):
+        engine.add(Request(prompt=SHORT[0], params=settled(), id=7))
+    run(engine)
+    assert request.output == output_alone(SHORT[0], 8)
 
 
 def test_stream_gives_tokens_as_they_come_and_serves_the_others():
@@ -223,8 +218,8 @@ def test_stream_gives_tokens_as_they_come_and_serves_the_others():
     request = Request(prompt=SHORT[0], params=settled(max_tokens=9))
     pieces = list(engine.stream(engine.add(request)))
     assert max(map(len, pieces)) <= 2
-    assert [*itertools.chain(*pieces)] == alone((*SHORT[0],), 9)
-    assert other.output == alone((*SHORT[1],), 5)
+    assert [*itertools.chain(*pieces)] == output_alone(SHORT[0], 9)
+    assert other.output == output_alone(SHORT[1], 5)
     with pytest.raises(ValueError, match="no request 1 waits or runs"):
         engine.stream(1)
     left = Request(prompt=SHORT[0], params=settled(max_tokens=9))
@@ -322,8 +317,8 @@ def test_requests_of_an_event_loop_are_served_side_by_side():
         return await asyncio.gather(*map(read, SHORT[:5])), await server.serve(several)
 
     outputs, several = asyncio.run(main())
-    assert outputs == [alone((*prompt,), 12) for prompt in SHORT[:5]]
-    assert [its.output for its in several.samples] == [alone((*SHORT[5],), 12)] * 2
+    assert outputs == [output_alone(prompt, 12) for prompt in SHORT[:5]]
+    assert [its.output for its in several.samples] == [output_alone(SHORT[5], 12)] * 2
     assert is_forgotten(engine)
 
 
@@ -395,7 +390,7 @@ def test_request_that_is_served_twice_is_refused_and_goes_on():
         await task
 
     asyncio.run(main())
-    assert request.output == alone((*SHORT[0],), 20)
+    assert request.output == output_alone(SHORT[0], 20)
 
 
 def test_what_a_step_raises_reaches_who_waits_for_it(monkeypatch):
@@ -431,7 +426,7 @@ def test_answers_are_those_of_requests_alone_however_few_of_many_slots_decode():
     ]
     run(engine)
     for request, length in zip(requests, lengths, strict=True):
-        assert request.output == alone((*request.prompt,), length)
+        assert request.output == output_alone(request.prompt, length)
 
 
 def test_nothing_is_compiled_after_compile():
@@ -452,4 +447,4 @@ def test_nothing_is_compiled_after_compile_when_requests_are_sent_back():
     run(engine)
     assert engine.stats.swapped_tokens and engine.stats.num_compilations == 0
     for request in requests:
-        assert request.output == alone((*request.prompt,), 24)
+        assert request.output == output_alone(request.prompt, 24)

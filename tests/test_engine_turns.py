@@ -3,33 +3,29 @@
 import asyncio
 import gc
 import signal
+import threading
+from string import ascii_lowercase
 
-import numpy as np
 import pytest
 
 from helpers import (
-    VOCAB,
-    HistoryDecoder,
     add,
     check_engine,
     make_engine,
     pages_held,
     random_prompts,
     run,
-    serve,
     settled,
 )
+from helpers_history import HISTORY, output_alone
+from helpers_llm import says, words_tokenizer
+from paxkv import LLM, SamplingParams
 from paxkv.async_engine import AsyncEngine
 from paxkv.engine import Engine
+from paxkv.output_text import OutputText
 from paxkv.request_state import Request
 
-HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
 PROMPTS = random_prompts([5, 9, 30, 3])
-
-
-def alone(prompt: list[int], max_tokens: int) -> list[int]:
-    [request] = serve(make_engine(HISTORY, num_slots=1), [prompt], settled(max_tokens=max_tokens))
-    return request.output
 
 
 @pytest.mark.parametrize("where", ["decode", "fetch", "settle"])
@@ -55,7 +51,7 @@ def test_stream_that_is_collected_during_a_step_ends_after_it(monkeypatch, where
     assert reasons[0] is None and left.finish_reason == "abort"
     check_engine(engine)
     run(engine)
-    assert other.output == alone(PROMPTS[1], 20)
+    assert other.output == output_alone(PROMPTS[1], 20)
     assert pages_held(engine) == 0
 
 
@@ -79,7 +75,7 @@ def test_signal_handler_may_abort_during_a_step(monkeypatch):
     assert ended.finish_reason == "abort"
     check_engine(engine)
     run(engine)
-    assert other.output == alone(PROMPTS[1], 20)
+    assert other.output == output_alone(PROMPTS[1], 20)
 
 
 class _GrowsWhenRead(list):
@@ -102,7 +98,7 @@ def test_stream_loses_no_token_that_another_thread_adds_in_between():
     request = add(engine, PROMPTS[0], settled(max_tokens=8), output=output)
     output.engine = engine
     streamed = [token for tokens in engine.stream(request.id) for token in tokens]
-    assert streamed == alone(PROMPTS[0], 8)
+    assert streamed == output_alone(PROMPTS[0], 8)
 
 
 def test_async_stream_loses_no_token_that_another_thread_adds_in_between():
@@ -114,7 +110,39 @@ def test_async_stream_loses_no_token_that_another_thread_adds_in_between():
     async def main():
         return [token async for tokens in AsyncEngine(engine).stream(request) for token in tokens]
 
-    assert asyncio.run(main()) == alone(PROMPTS[0], 8)
+    assert asyncio.run(main()) == output_alone(PROMPTS[0], 8)
+
+
+def streamed(llm: LLM, params: SamplingParams) -> str:
+    return "".join(piece.text for piece in llm.stream([65], params))
+
+
+def completed(llm: LLM, params: SamplingParams) -> str:
+    [(_, completion)] = llm.as_completed([[65]], params)
+    return completion.text
+
+
+@pytest.mark.parametrize("read", [streamed, completed])
+def test_text_is_whole_though_another_thread_serves_just_after_it_was_read(monkeypatch, read):
+    llm = says(list(ascii_lowercase.encode()), words_tokenizer(), max_burst=2)
+    advance = OutputText.advance
+
+    def step_if_it_is_nobodys_turn() -> None:
+        if llm.engine.turns.lock.acquire(blocking=False):
+            llm.engine.step(1)
+            llm.engine.turns.lock.release()
+
+    def and_then_the_other_thread(output: OutputText) -> str:
+        read_now = advance(output)
+        other = threading.Thread(target=step_if_it_is_nobodys_turn)
+        other.start()
+        other.join()
+        return read_now
+
+    monkeypatch.setattr(OutputText, "advance", and_then_the_other_thread)
+    for max_tokens in range(1, 27):  # the last token may come by any step of either
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        assert read(llm, params) == ascii_lowercase[:max_tokens]
 
 
 def test_who_awaits_a_request_hears_of_its_end_by_another_threads_step(monkeypatch):
@@ -136,4 +164,5 @@ def test_who_awaits_a_request_hears_of_its_end_by_another_threads_step(monkeypat
         return num_made
 
     assert asyncio.run(main()) < 40
-    assert (long.output, short.output) == (alone(PROMPTS[0], 40), alone(PROMPTS[1], 4))
+    assert long.output == output_alone(PROMPTS[0], 40)
+    assert short.output == output_alone(PROMPTS[1], 4)

@@ -1,6 +1,4 @@
 import json
-import os
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ from flax import nnx
 
 from helpers_checkpoints import dense_logits, dense_step, write_folder
 from helpers_dense import DenseCache
+from helpers_reference import run_reference
 from paxkv.decoder import Decoder, LayerGroup
 from paxkv.models.config import DecoderConfig
 from paxkv.models.llama import LlamaDecoder
@@ -31,11 +30,7 @@ def test_logits_are_the_references(name, tmp_path):
 
 
 def test_stored_logits_are_what_the_reference_says_now(tmp_path):
-    python = os.environ.get("PAXKV_REFERENCE_PYTHON")
-    if not python:
-        pytest.skip("PAXKV_REFERENCE_PYTHON names no interpreter")
-    script = DATA.parent / "reference" / "make_llama_cases.py"
-    subprocess.run([python, script, "--data", tmp_path], check=True, capture_output=True)
+    run_reference("make_llama_cases.py", "--data", tmp_path)
     for file in ("llama_logits.json", "window_logits.json"):
         stored = json.loads((DATA / file).read_text())
         for name, logits in json.loads((tmp_path / file).read_text()).items():

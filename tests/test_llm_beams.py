@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from helpers_beams import (
 )
 from helpers_checkpoints import write_folder
 from helpers_llm import END, GREEDY, make_llm, says, words_tokenizer
+from helpers_reference import run_reference
 from paxkv import LLM, Completion
 from paxkv.models.load import load_model
 from reference.make_llama_cases import CASES, DATA, make_weights
@@ -60,11 +59,7 @@ def test_answers_of_a_tiny_model_are_those_of_transformers(tmp_path):
 
 
 def test_stored_answers_are_what_the_reference_says_now(tmp_path):
-    python = os.environ.get("PAXKV_REFERENCE_PYTHON")
-    if not python:
-        pytest.skip("PAXKV_REFERENCE_PYTHON names no interpreter")
-    script = DATA.parent / "reference" / "make_beam_cases.py"
-    subprocess.run([python, script, "--data", tmp_path], check=True, capture_output=True)
+    run_reference("make_beam_cases.py", "--data", tmp_path)
     now = json.loads((tmp_path / "beam_search.json").read_text())[TINY]
     for case, stored in zip(now, EXPECTED, strict=True):
         assert case["settings"] == stored["settings"]

@@ -1,7 +1,6 @@
 """Requests that begin with what others have stored are served as if they had stored it."""
 
 import dataclasses
-import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -27,24 +26,16 @@ from helpers import (
     settled,
     tiny_decoder,
 )
+from helpers_history import HISTORY, alone
 from paxkv.decoder import Cache, LayerGroup
 from paxkv.engine import Engine
 from paxkv.llm import LLM
 from paxkv.prefix_index import PrefixKey
 from paxkv.request import SamplingParams
 
-HISTORY = HistoryDecoder(3 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype("f4"))
 [SYSTEM] = random_prompts([20])  # 5 pages of 4
 [LONG] = random_prompts([160], seed=1)
 SUFFIXES = random_prompts([1, 3, 6, 9, 2, 7, 5], seed=2)
-
-
-@functools.cache
-def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str | None]:
-    """Output and finish reason of a request that has an engine to itself."""
-    engine = make_engine(HISTORY, num_slots=1, prefix_caching=False)
-    [request] = serve(engine, [prompt], params)
-    return request.output, request.finish_reason
 
 
 def num_reusable(engine: Engine) -> int:
@@ -82,7 +73,7 @@ def test_warm_results_are_the_cold_ones_token_for_token(page_size):
 def test_prompt_that_is_known_is_not_stored_again_but_for_its_last_token():
     engine = make_engine(HISTORY)
     first, again = (serve(engine, [SYSTEM], settled(max_tokens=4))[0] for _ in range(2))
-    assert first.output == again.output == alone(tuple(SYSTEM), settled(max_tokens=4))[0]
+    assert first.output == again.output == alone(SYSTEM, settled(max_tokens=4))[0]
     assert engine.stats.prefill_tokens == len(SYSTEM) - 1
     assert engine.stats.prefix_tokens_hit == len(SYSTEM) - 1
     assert engine.stats.prefix_tokens_copied == 3  # the page is full, but its last token is due
@@ -101,7 +92,7 @@ def test_shared_prefix_is_stored_once_and_prefilled_once():
     assert engine.stats.prefill_tokens == 20 + sum(len(suffix) - 1 for suffix in SUFFIXES[:4])
     run(engine)
     for request in requests:
-        assert request.output == alone(tuple(request.prompt), request.params)[0]
+        assert request.output == alone(request.prompt, request.params)[0]
 
 
 def test_requests_that_come_together_wait_for_the_first_to_store_what_they_share():
@@ -134,7 +125,7 @@ def test_pages_that_two_requests_fill_alike_are_merged():
     assert table.block_tables[0, 1] != table.block_tables[1, 1]
     run(engine)
     for request in requests:
-        assert request.output == alone(tuple(prompt), request.params)[0]
+        assert request.output == alone(prompt, request.params)[0]
     assert requests[0].output != requests[1].output
     assert_all_pages_come_back(engine)
 
@@ -158,7 +149,7 @@ def test_who_borrows_a_page_of_a_request_that_still_decodes_writes_to_a_copy():
     assert table.block_tables[0, 1] == page != table.block_tables[1, 1]
     run(engine)
     for request in (lender, borrower):
-        assert request.output == alone(tuple(prompt), request.params)[0]
+        assert request.output == alone(prompt, request.params)[0]
     [again] = serve(engine, [prompt], its[0])
     assert again.output == lender.output != borrower.output
     assert_all_pages_come_back(engine)
@@ -171,7 +162,7 @@ def test_answer_is_part_of_the_prefix_of_the_next_question():
     [second] = serve(engine, [[*first.prompt, *first.output, 1, 2, 3]], settled())
     # The last token of an answer is not stored: 32 tokens are, in 8 pages.
     assert engine.stats.prefix_tokens_hit - hits == 32
-    assert second.output == alone(tuple(second.prompt), settled())[0]
+    assert second.output == alone(second.prompt, settled())[0]
 
 
 def test_hits_are_decided_when_a_request_is_admitted():
@@ -182,7 +173,7 @@ def test_hits_are_decided_when_a_request_is_admitted():
     run(engine)  # the first one takes 6 of 7 pages: one of the 3 stays
     assert engine.stats.prefix_tokens_hit == 4
     for request in requests:
-        assert request.output == alone(tuple(request.prompt), request.params)[0]
+        assert request.output == alone(request.prompt, request.params)[0]
 
 
 def test_requests_sent_back_begin_again_with_the_pages_that_are_left():
@@ -192,7 +183,7 @@ def test_requests_sent_back_begin_again_with_the_pages_that_are_left():
     assert engine.stats.num_preemptions > 0
     assert engine.stats.prefix_tokens_hit > len(SYSTEM)
     for request in requests:
-        assert request.output == alone(tuple(request.prompt), request.params)[0]
+        assert request.output == alone(request.prompt, request.params)[0]
     assert_all_pages_come_back(engine)
 
 
@@ -207,7 +198,7 @@ def test_aborted_requests_leave_their_full_pages_and_nothing_else():
     check_engine(engine)
     assert pages_held(engine) == 0 and num_reusable(engine) == 6 + 1
     [request] = serve(engine, [SYSTEM + SUFFIXES[1]], settled(max_tokens=30))
-    assert request.output == alone(tuple(request.prompt), request.params)[0]
+    assert request.output == alone(request.prompt, request.params)[0]
     assert_all_pages_come_back(engine)
 
 
@@ -244,7 +235,7 @@ def test_requests_of_different_keys_share_nothing():
         request = add(engine, SYSTEM[:9], settled(max_tokens=1), prefix_key=key)
         run(engine)
         hits.append(engine.stats.prefix_tokens_hit - before)
-        assert request.output == alone(tuple(SYSTEM[:9]), request.params)[0]
+        assert request.output == alone(SYSTEM[:9], request.params)[0]
     assert hits == [0, 0, 8, 8, 0]
 
 
@@ -340,7 +331,7 @@ def test_clearing_while_requests_run_takes_nothing_from_them():
         engine.clear_prefixes()
         check_engine(engine)
     run(engine)
-    assert request.output == alone(tuple(SYSTEM), request.params)[0]
+    assert request.output == alone(SYSTEM, request.params)[0]
     assert_all_pages_come_back(engine)
 
 
@@ -448,7 +439,7 @@ def test_request_is_served_as_if_alone_though_it_shares_pages(arrivals, num_page
             break
     assert not engine.has_work and pages_held(engine) == 0
     for number, request in enumerate(requests):
-        output, finish_reason = alone(tuple(request.prompt), request.params)
+        output, finish_reason = alone(request.prompt, request.params)
         if number in {n // 2 for n in aborts}:
             assert request.output == output[: len(request.output)]
         else:

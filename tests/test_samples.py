@@ -1,7 +1,6 @@
 """Several samples of one prompt: each as if it were asked for alone, the prompt stored once."""
 
 import dataclasses
-import functools
 import itertools
 
 import numpy as np
@@ -19,10 +18,10 @@ from helpers import (
     pages_held,
     random_prompts,
     run,
-    serve,
     settled,
     tiny_decoder,
 )
+from helpers_history import alone
 from helpers_llm import END, GREEDY, make_llm, words_tokenizer
 from paxkv import Completion, SamplingParams
 from paxkv.samples import sample_params, sample_seed
@@ -33,13 +32,6 @@ SAMPLED = SamplingParams(max_tokens=9, temperature=1.0, seed=7)
 
 def tokens_of(completion: Completion) -> list[list[int]]:
     return [sample.token_ids for sample in completion.samples]
-
-
-@functools.cache
-def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str | None]:
-    """Output and finish reason of a request that has an engine to itself."""
-    [request] = serve(make_engine(HISTORY, num_slots=1), [prompt], params)
-    return request.output, request.finish_reason
 
 
 # Seeds and settings.
@@ -89,7 +81,7 @@ def test_one_sample_is_what_it_was():
     llm = make_llm(HISTORY)
     [completion] = llm.generate([[1, 2, 3]], SAMPLED)
     assert (completion.token_ids, completion.finish_reason) == alone(
-        (1, 2, 3), settled(max_tokens=9, temperature=1.0, seed=7)
+        [1, 2, 3], settled(max_tokens=9, temperature=1.0, seed=7), HISTORY
     )
     assert tokens_of(completion) == [completion.token_ids] and completion.score is None
     assert llm.generate([[1, 2, 3]], dataclasses.replace(SAMPLED, n=1, best_of=1)) == [completion]
@@ -197,7 +189,7 @@ def test_prompt_is_stored_once(length, prefix_caching):
     assert engine.stats.peak_tokens == 4 * full + own * (length - 4 * full)
     run(engine)
     for sample in samples:
-        assert (sample.output, sample.finish_reason) == alone(tuple(prompt), sample.params)
+        assert (sample.output, sample.finish_reason) == alone(prompt, sample.params, HISTORY)
 
 
 def test_shared_pages_leave_room_for_more_samples_at_once():
@@ -267,7 +259,7 @@ def test_samples_are_served_as_if_alone_in_a_pool_that_is_short(
             check_engine(engine)
     assert not engine.has_work and pages_held(engine) == 0
     for number, request in enumerate(requests):
-        output, finish_reason = alone(tuple(request.prompt), request.params)
+        output, finish_reason = alone(request.prompt, request.params, HISTORY)
         if number in aborts:
             assert request.output == output[: len(request.output)]
         else:

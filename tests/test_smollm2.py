@@ -1,16 +1,14 @@
 """SmolLM2-135M-Instruct in float32 says what transformers says."""
 
 import json
-import os
-import subprocess
 import sysconfig
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from helpers import NEAR_TIE, pages_held
+from helpers_reference import run_reference
 from helpers_smollm2 import smollm2, smollm2_path
 from paxkv import LLM, Completion, Decoder, SamplingParams, append_all, init_cache, reserve_all
 from paxkv.cache_view import CacheView
@@ -57,17 +55,9 @@ def test_one_by_one():
 
 
 def test_stored_tokens_are_what_the_reference_says_now(tmp_path):
-    python = os.environ.get("PAXKV_REFERENCE_PYTHON")
-    if not python:
-        pytest.skip("PAXKV_REFERENCE_PYTHON names no interpreter")
-    scripts, packages = DATA.parent / "reference", sysconfig.get_path("purelib")
-    for command in (
-        [scripts / "export_smollm2.py", smollm2_path(), tmp_path, "--packages", packages],
-        [scripts / "make_smollm2_cases.py", tmp_path, "--data", tmp_path],
-    ):
-        command = [python, *map(str, command)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
+    packages = sysconfig.get_path("purelib")
+    run_reference("export_smollm2.py", smollm2_path(), tmp_path, "--packages", packages)
+    run_reference("make_smollm2_cases.py", tmp_path, "--data", tmp_path)
     now = json.loads((tmp_path / "smollm2_greedy.json").read_text())
     for completion, case in zip(smollm2().generate(PROMPTS, GREEDY), now, strict=True):
         assert_says(completion, case)
