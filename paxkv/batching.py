@@ -141,7 +141,8 @@ class ContinuousBatching:
                 continue
             request.error = DeadlineExceeded(
                 f"not done {late:.3g} seconds after it was added, and timeout_seconds="
-                f"{request.timeout_seconds:g}; it has {len(request.output)} new tokens"
+                f"{request.timeout_seconds:g}; it has {len(request.output)} new tokens: allow more "
+                "time, or ask for fewer"
             )
             self.end(request, "error")
             expired.append(request)

@@ -412,6 +412,7 @@ class Engine:
 
         Raises:
             ValueError: It cannot be stored, or pins would hold more pages than they may.
+            QueueFull: As many requests wait as may.
         """
         if not self._scheduler.shares_prefixes:
             raise ValueError(

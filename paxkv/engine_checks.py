@@ -34,10 +34,12 @@ class Limits:
             )
         if len(request.stop_token_ids) > NUM_STOP_IDS:
             raise ValueError(
-                f"{len(request.stop_token_ids)} stop tokens; a request may have {NUM_STOP_IDS}"
+                f"{len(request.stop_token_ids)} stop tokens, and a request may have "
+                f"{NUM_STOP_IDS}: name fewer stop_token_ids, or ignore_eos"
             )
         timeout = request.timeout_seconds
-        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout > 0):
+        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout > 0):
             raise ValueError(
                 f"timeout_seconds={timeout!r} must be above 0, or None for no deadline"
             )
@@ -45,7 +47,8 @@ class Limits:
     def _check_prompt(self, prompt: list[int]) -> None:
         if not isinstance(prompt, list):
             raise ValueError(f"the prompt must be a list of token ids, found {prompt!r:.60}")
-        if strange := [token for token in prompt if not isinstance(token, numbers.Integral)]:
+        strange = [t for t in prompt if isinstance(t, bool) or not isinstance(t, numbers.Integral)]
+        if strange:
             raise ValueError(f"the prompt holds {strange[0]!r:.60}, which is no token id")
         if not prompt:
             raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")

@@ -384,7 +384,8 @@ class LLM:
         try:
             if isinstance(prompt, str):
                 return self._needs_tokenizer().encode(prompt)
-            if not isinstance(prompt, bytes):
+            is_strange = isinstance(prompt, bytes) or any(isinstance(t, bool) for t in prompt)
+            if not is_strange:
                 return [operator.index(token) for token in prompt]
         except TypeError:
             pass  # not a sequence of integers, or text that is not Unicode
@@ -429,7 +430,8 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(f"prompts={prompts!r:.60} must be text, token ids, or several of them")
     items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], numbers.Integral) else items
+    is_one_prompt = items and all(isinstance(item, numbers.Number) for item in items)
+    return [items] if is_one_prompt else items
 
 
 def _each(

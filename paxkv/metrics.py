@@ -43,7 +43,10 @@ class Percentiles:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """An engine at one moment; `Engine.metrics` returns it."""
+    """An engine at one moment; `Engine.metrics` returns it.
+
+    Beam searches, for which the engine lends its cache, are not counted.
+    """
 
     num_waiting: int
     num_running: int

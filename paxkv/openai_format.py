@@ -57,7 +57,11 @@ def read_body(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
     except TypeError as error:
         raise ValueError(str(error)) from error
     text = given[text_field]
-    return Asked(llm.chat_prompt(text) if url == CHAT else text, params)
+    if url == CHAT:
+        return Asked(llm.chat_prompt(text), params)
+    if not isinstance(text, str | list):
+        raise ValueError(f"prompt={text!r:.60} must be text or a list of token ids")
+    return Asked(text, params)
 
 
 def _sampling_params(given: Mapping[str, Any], *, is_chat: bool) -> SamplingParams:

@@ -165,7 +165,8 @@ class PrefixIndex:
         if num_pinned > self.max_pinned_pages:
             raise ValueError(
                 f"pins would hold {num_pinned} pages and may hold {self.max_pinned_pages}: unpin "
-                "other prefixes, or give the KV cache more memory"
+                "other prefixes, lower max_length (one request of that length must fit beside "
+                "pins), raise max_pinned_share, or give the KV cache more memory"
             )
         if name not in self._pins:
             self._pins[name] = nodes

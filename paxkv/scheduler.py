@@ -141,7 +141,9 @@ class Scheduler:
         """Moves waiting requests into free slots while the pool has pages for them.
 
         A request is admitted when its tokens and one page more for it and for each running request
-        fit, so that the next steps do not drive it out again. Alone it always fits. It begins with
+        fit, so that the next steps do not drive it out again: of answers to come, of which nothing
+        is known, a page each is expected. Alone it always fits. One that could begin with much of
+        what another is about to store waits for that, and those behind it wait too. It begins with
         the tokens that the index has. The page in `copied` is kept until `note_copied`. Samples of
         one prompt that are admitted together hold its pages together: the first of them stores it,
         the others wait for that (see `take_forks`).

@@ -95,6 +95,9 @@ def test_samples_are_choices(llm, tmp_path):
         ({"top_logprobs": 2}, "top_logprobs is for /v1/chat/completions"),
         ({"prompt": "x" * 100}, "100 tokens"),
         ({"prompt": ["a", "b"]}, "must be text or a list of token ids"),
+        ({"prompt": 5}, "prompt=5 must be text or a list of token ids"),
+        ({"prompt": True}, "prompt=True must be text or a list of token ids"),
+        ({"prompt": [True, False]}, "a list of token ids, found [True, False]"),
     ],
 )
 def test_refused_request_says_why_and_others_are_served(llm, tmp_path, changes, told):

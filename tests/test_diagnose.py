@@ -102,6 +102,14 @@ def test_memory_is_not_blamed_for_rows_that_do_not_fit_where_few_requests_come(s
     assert "although not one row of 20,000 tokens fits" in found.verdict.sentence
 
 
+def test_a_trace_in_which_hardly_anything_runs_is_not_judged():
+    seconds = [60.0 * i for i in range(20)]
+    found = diagnose(make_case(make_trace(*[(20, 20)] * 20, seconds=seconds)))
+    assert found.verdict.kind == "idle" and not found.verdict.is_about_memory
+    assert "Too little runs to judge" in found.verdict.sentence
+    assert " 0.0 requests" not in found.verdict.sentence
+
+
 def test_thrash_is_called_thrash():
     found = diagnose(make_case(make_trace(*[(10, 1500)] * 400), max_steps=4000))
     pages = found.simulations["pages"]

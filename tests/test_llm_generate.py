@@ -35,6 +35,18 @@ def test_a_prompt_is_text_or_ids_and_may_stand_alone():
     assert llm.generate([], params) == []
 
 
+def test_a_number_among_several_prompts_is_none_and_the_others_are_served():
+    params = SamplingParams(temperature=0.0, stop_token_ids=(END,))
+    for prompts in ([5, "A"], ["A", 5]):
+        answers = dict(
+            zip(
+                prompts, says(list(b"ok"), words_tokenizer()).generate(prompts, params), strict=True
+            )
+        )
+        assert answers["A"].text == "ok"
+        assert "a prompt must be text or a list of token ids, found 5" in str(answers[5].error)
+
+
 def test_text_without_a_tokenizer_is_refused_and_ids_are_not():
     good, bad = make_llm().generate([[1, 2], "text"], GREEDY)
     assert good.finish_reason == "length" and good.text == ""

@@ -9,10 +9,11 @@ from typing import Literal
 
 from paxkv.diagnose.simulate import Simulation
 
-type Kind = Literal["fragmentation", "capacity", "concurrency", "far from full"]
+type Kind = Literal["fragmentation", "capacity", "concurrency", "far from full", "idle"]
 
 _BLOCKED = 0.01  # part of the steps in which a request waits for memory: less is none
 _FEW = 8  # requests at once
+_IDLE = 0.1  # requests at once, below which most steps have nothing to run
 _WORTH_IT = 1.25  # times as many requests, from which on pages are the answer
 
 
@@ -106,6 +107,14 @@ def _not_the_memory(
         waits = (
             f"with full-length rows one waits for it in {100 * rows.blocked_share:.0f} % of the "
             f"steps, with pages of {page_size} hardly ever"
+        )
+    if pages.mean_running < _IDLE:
+        return Verdict(
+            kind="idle",
+            sentence=(
+                f"Too little runs to judge the memory by: {pages.mean_running:.2g} requests at "
+                f"once on average, and {waits}. Diagnose a busier stretch of the trace."
+            ),
         )
     if pages.mean_running < _FEW:
         return Verdict(
