@@ -103,6 +103,8 @@ class Results:
             # The custom_id of each result, and whether it says why there is no answer.
             self.done, end = _read_results(path)
             os.ftruncate(self._file, end)
+            if end and os.pread(self._file, 1, end - 1) != b"\n":
+                os.write(self._file, b"\n")  # another program left it out
         except BaseException:
             self.close()
             raise

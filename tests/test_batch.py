@@ -191,6 +191,15 @@ def test_file_of_something_else_is_left_alone(tmp_path, text):
     assert path.read_text() == text
 
 
+def test_results_go_on_in_a_line_of_their_own_though_the_last_has_no_end(llm, tmp_path):
+    path, asked = tmp_path / "out.jsonl", [line("a", prompt="ab", max_tokens=1)]
+    before = serve(llm, path, *asked)
+    [result] = map(json.loads, path.read_text().splitlines())
+    path.write_text(json.dumps(dict(reversed(result.items()))))  # as another program writes it
+    both = serve(llm, path, *asked, line("b", prompt="cd", max_tokens=1))
+    assert both["a"] == before["a"] and both["b"]["status_code"] == 200
+
+
 def test_results_of_other_requests_are_refused(llm, tmp_path):
     path = tmp_path / "out.jsonl"
     serve(llm, path, line("a", prompt="a", **GREEDY))
