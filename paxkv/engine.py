@@ -273,6 +273,7 @@ class Engine:
                 f"the request was added before, as {request.id}: make a new one, without an id"
             )
         whole_numbers(priority=request.priority)
+        self._limits.check_own_fields(request)
         stops = (*request.params.stop_token_ids, *request.stop_token_ids)
         request.stop_token_ids = tuple(dict.fromkeys(stops))
         self._limits.check(request)

@@ -3,6 +3,7 @@
 import dataclasses
 import numbers
 import operator
+from typing import Any
 
 import jax
 
@@ -44,6 +45,21 @@ class Limits:
                 f"timeout_seconds={timeout!r} must be above 0, or None for no deadline"
             )
 
+    def check_own_fields(self, request: Request) -> None:
+        """Raises a ValueError for what would fail in a step, in the middle of others' work."""
+        if request.output or request.finish_reason is not None:
+            raise ValueError(
+                f"the request has {len(request.output)} new tokens and "
+                f"finish_reason={request.finish_reason!r} already: make a new one"
+            )
+        stops = request.stop_token_ids
+        if not isinstance(stops, tuple | list) or not all(map(_is_token_id, stops)):
+            raise ValueError(f"stop_token_ids={stops!r:.60} must be a tuple of ids, 0 to 2**31 - 1")
+        try:
+            hash(request.prefix_key)
+        except TypeError as error:
+            raise ValueError(f"prefix_key={request.prefix_key!r:.60}: {error}") from None
+
     def _check_prompt(self, prompt: list[int]) -> None:
         if not isinstance(prompt, list):
             raise ValueError(f"the prompt must be a list of token ids, found {prompt!r:.60}")
@@ -69,6 +85,11 @@ class Limits:
             f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
             f"{self.max_length}: {why}"
         )
+
+
+def _is_token_id(value: Any) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and 0 <= int(value) < 2**31
 
 
 def whole_numbers(**sizes: object) -> tuple[int, ...]:

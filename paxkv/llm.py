@@ -260,7 +260,10 @@ class LLM:
         text = render_chat(
             tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens
         )
-        return tokenizer.encode(text, add_special_tokens=False)
+        try:
+            return tokenizer.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise ValueError(f"the conversation is no Unicode text: {text!r:.200}") from None
 
     def beam_search(
         self,

@@ -191,6 +191,19 @@ def test_file_of_something_else_is_left_alone(tmp_path, text):
     assert path.read_text() == text
 
 
+def test_half_a_character_in_a_conversation_is_refused_alone(tiny_chat_model, tmp_path):
+    chats = [
+        line(text, CHAT, messages=[{"role": "user", "content": content}], max_tokens=1)
+        for text, content in (("bad", "\ud800"), ("good", "Hi"))
+    ]
+    file = write_lines(tmp_path / "in.jsonl", *chats)
+    result = run("batch", file, "--model", tiny_chat_model, "--dtype", "float32")
+    assert result.exit_code == 1, result.output
+    results = results_of(tmp_path / "in.results.jsonl")
+    assert results["good"]["status_code"] == 200
+    assert "is no Unicode text" in results["bad"]["body"]["error"]["message"]
+
+
 def test_results_go_on_in_a_line_of_their_own_though_the_last_has_no_end(llm, tmp_path):
     path, asked = tmp_path / "out.jsonl", [line("a", prompt="ab", max_tokens=1)]
     before = serve(llm, path, *asked)

@@ -212,6 +212,30 @@ def test_request_is_added_once():
     assert request.output == output_alone(SHORT[0], 8)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"stop_token_ids": (2**40,)}, "must be a tuple of ids, 0 to"),
+        ({"stop_token_ids": ("x",)}, "must be a tuple of ids"),
+        ({"stop_token_ids": (True,)}, "must be a tuple of ids"),
+        ({"stop_token_ids": (-1,)}, "must be a tuple of ids"),
+        ({"stop_token_ids": None}, "must be a tuple of ids"),
+        ({"prefix_key": ["a"]}, "unhashable"),
+        ({"output": [1, 2]}, "has 2 new tokens and finish_reason=None already: make a new one"),
+        ({"finish_reason": "stop"}, "finish_reason='stop' already"),
+    ],
+)
+def test_fields_that_would_fail_in_a_step_are_refused_and_others_go_on(fields, told):
+    engine = make_engine(HISTORY)
+    good = add(engine, SHORT[0], settled())
+    with pytest.raises(ValueError, match=told):
+        engine.add(Request(prompt=SHORT[1], params=settled(), **fields))
+    again = add(engine, SHORT[1], settled())
+    run(engine)
+    assert good.output == output_alone(SHORT[0], 8)
+    assert again.output == output_alone(SHORT[1], 8)
+
+
 def test_stream_gives_tokens_as_they_come_and_serves_the_others():
     engine = make_engine(HISTORY)
     other = add(engine, SHORT[1], settled(max_tokens=5))
