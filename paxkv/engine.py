@@ -17,8 +17,9 @@ from paxkv.decoder import Decoder
 from paxkv.engine_checks import (
     Limits,
     check_max_steps,
-    check_power_of_two,
+    check_policies,
     check_same_shapes,
+    check_sizes,
     whole_numbers,
 )
 from paxkv.errors import QueueFull
@@ -111,23 +112,14 @@ class Engine:
             max_burst=max_burst, seed=seed,
         )  # fmt: skip
         prefill_chunk = max_prefill_tokens if prefill_chunk is None else prefill_chunk
-        check_power_of_two("max_prefill_tokens", max_prefill_tokens)
-        check_power_of_two("prefill_chunk", prefill_chunk)
-        if max_burst < 1:
-            raise ValueError(f"{max_burst=} must be at least 1 decode step")
-        if max_length < 2:
-            raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
-        if page_size < 1 or num_pages < 2:
-            raise ValueError(
-                f"{page_size=} must be at least 1 token, and {num_pages=} at least 2: the null "
-                "page serves nobody"
-            )
-        if max_waiting is not None and max_waiting < 1:
-            raise ValueError(f"{max_waiting=} must be at least 1, or None for any number")
-        if not 0 <= max_pinned_share <= 1:
-            raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
-        if preemption not in ("recompute", "swap", "auto"):
-            raise ValueError(f'{preemption=} must be "recompute", "swap" or "auto"')
+        check_sizes(
+            max_length=max_length, num_pages=num_pages, page_size=page_size, max_burst=max_burst,
+            max_prefill_tokens=max_prefill_tokens, prefill_chunk=prefill_chunk,
+        )  # fmt: skip
+        check_policies(
+            preemption=preemption, max_waiting=max_waiting, max_swap_bytes=max_swap_bytes,
+            max_pinned_share=max_pinned_share,
+        )  # fmt: skip
         self.turns = Turns()
         self.max_prefill_tokens = max_prefill_tokens
         self.max_burst = max_burst

@@ -39,8 +39,7 @@ class Limits:
                 f"{NUM_STOP_IDS}: name fewer stop_token_ids, or ignore_eos"
             )
         timeout = request.timeout_seconds
-        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
-        if timeout is not None and not (is_number and timeout > 0):
+        if timeout is not None and not (_is_number(timeout) and timeout > 0):
             raise ValueError(
                 f"timeout_seconds={timeout!r} must be above 0, or None for no deadline"
             )
@@ -53,7 +52,8 @@ class Limits:
                 f"finish_reason={request.finish_reason!r} already: make a new one"
             )
         stops = request.stop_token_ids
-        if not isinstance(stops, tuple | list) or not all(map(_is_token_id, stops)):
+        are_listed = isinstance(stops, tuple | list)
+        if not are_listed or not all(_is_integer(token) and 0 <= token < 2**31 for token in stops):
             raise ValueError(f"stop_token_ids={stops!r:.60} must be a tuple of ids, 0 to 2**31 - 1")
         try:
             hash(request.prefix_key)
@@ -63,8 +63,7 @@ class Limits:
     def _check_prompt(self, prompt: list[int]) -> None:
         if not isinstance(prompt, list):
             raise ValueError(f"the prompt must be a list of token ids, found {prompt!r:.60}")
-        strange = [t for t in prompt if isinstance(t, bool) or not isinstance(t, numbers.Integral)]
-        if strange:
+        if strange := [token for token in prompt if not _is_integer(token)]:
             raise ValueError(f"the prompt holds {strange[0]!r:.60}, which is no token id")
         if not prompt:
             raise ValueError("the prompt has no tokens; at least 1 is needed to predict the next")
@@ -87,9 +86,12 @@ class Limits:
         )
 
 
-def _is_token_id(value: Any) -> bool:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and 0 <= int(value) < 2**31
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def whole_numbers(**sizes: object) -> tuple[int, ...]:
@@ -107,10 +109,39 @@ def whole_numbers(**sizes: object) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def check_power_of_two(name: str, tokens: int) -> None:
-    """Raises a ValueError unless so many tokens can be the rows of a prefill call."""
-    if tokens < 16 or tokens & (tokens - 1):
-        raise ValueError(f"{name}={tokens} must be a power of two, 16 or more")
+def check_sizes(
+    *, max_length: int, num_pages: int, page_size: int, max_burst: int, **rows_of_prefill: Any
+) -> None:
+    """Raises a ValueError that names the first size of an engine that cannot be."""
+    for name, tokens in rows_of_prefill.items():
+        if not _is_integer(tokens) or tokens < 16 or tokens & (tokens - 1):
+            raise ValueError(f"{name}={tokens!r} must be a power of two, 16 or more")
+    if max_burst < 1:
+        raise ValueError(f"{max_burst=} must be at least 1 decode step")
+    if max_length < 2:
+        raise ValueError(f"{max_length=} must be at least 2: a token of prompt, one of output")
+    if page_size < 1 or num_pages < 2:
+        raise ValueError(
+            f"{page_size=} must be at least 1 token, and {num_pages=} at least 2: the null page "
+            "serves nobody"
+        )
+
+
+def check_policies(
+    *, preemption: Any, max_waiting: Any, max_swap_bytes: Any, max_pinned_share: Any
+) -> None:
+    """Raises a ValueError that names the first setting of whom an engine serves that cannot be."""
+    if preemption not in ("recompute", "swap", "auto"):
+        raise ValueError(f'{preemption=} must be "recompute", "swap" or "auto"')
+    if max_waiting is not None and not (_is_integer(max_waiting) and max_waiting >= 1):
+        raise ValueError(f"{max_waiting=} must be at least 1, and whole, or None for any number")
+    if max_swap_bytes is not None and not (_is_integer(max_swap_bytes) and max_swap_bytes >= 0):
+        raise ValueError(
+            f"{max_swap_bytes=} must be a whole number of bytes, 0 for no copies, or None for as "
+            "many as the pool has"
+        )
+    if not (_is_number(max_pinned_share) and 0 <= max_pinned_share <= 1):
+        raise ValueError(f"{max_pinned_share=} must be from 0 to 1")
 
 
 def check_same_shapes(old: Decoder, new: Decoder) -> None:

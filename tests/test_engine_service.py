@@ -66,6 +66,24 @@ def test_more_samples_than_may_wait_are_refused_for_good():
         make_engine(HISTORY, max_waiting=0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_waiting": True}, "max_waiting=True must be at least 1, and whole"),
+        ({"max_waiting": float("inf")}, "max_waiting=inf must be"),
+        ({"max_swap_bytes": float("nan")}, "max_swap_bytes=nan must be a whole number of bytes"),
+        ({"max_swap_bytes": -1}, "max_swap_bytes=-1 must be"),
+        ({"max_pinned_share": "x"}, "max_pinned_share='x' must be from 0 to 1"),
+        ({"max_pinned_share": float("nan")}, "max_pinned_share=nan must be from 0 to 1"),
+        ({"prefill_chunk": 16.0}, "prefill_chunk=16.0 must be a power of two"),
+        ({"max_prefill_tokens": None}, "max_prefill_tokens=None must be a power of two"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(settings, told):
+    with pytest.raises(ValueError, match=told):
+        make_engine(HISTORY, **settings)
+
+
 def test_queue_that_is_full_refuses_and_changes_nothing():
     engine = make_engine(HISTORY, num_slots=1, max_waiting=3)
     requests = [add(engine, prompt, settled()) for prompt in SHORT[:2]]
